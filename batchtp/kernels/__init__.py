@@ -1,0 +1,1 @@
+"""The kernels: Triton on a GPU, the torch reference beside each one on a CPU."""

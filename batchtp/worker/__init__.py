@@ -1,0 +1,1 @@
+"""The worker: Celery app, supervisor (no torch), and the ranks it owns."""

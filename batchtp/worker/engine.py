@@ -1,0 +1,47 @@
+"""The seam between the two halves: what the queue side may ask of a TP group.
+
+`worker.supervisor.Supervisor` is the real one; `testing.fake_engine.FakeEngine` keeps to the same
+protocol and the same conformance test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from batchtp.core import Completion, EngineInfo, GenerationRequest, RequestKey
+
+Sink: TypeAlias = Callable[[Completion], None]
+
+
+class Engine(Protocol):
+    """A long-lived generator of completions. Every method may be called from any thread."""
+
+    def start(self) -> None:
+        """Bring the group up; return when it can take work.
+
+        Raises `ModelError` or `GroupStartError` within the start-up budget.
+        """
+
+    def submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> None:
+        """Take requests. `sink` gets exactly one completion for each, from the engine's thread.
+
+        The sink must not block. A request that cannot run ends as a completion with a failure
+        (prompt_too_long, empty_prompt, template errors, …), never as an exception here.
+        Raises `GroupStoppedError` when the engine is stopping or stopped.
+        """
+
+    def cancel(self, keys: Collection[RequestKey]) -> None:
+        """Stop these; each still unfinished one ends with finish reason `cancelled`, tokens kept."""
+
+    def progress(self, keys: Collection[RequestKey]) -> Mapping[RequestKey, int]:
+        """Tokens generated so far for those of `keys` that are unfinished."""
+
+    def info(self) -> EngineInfo:
+        """A snapshot for status, health and logs."""
+
+    def stop(self, grace_secs: float) -> None:
+        """Take no more work, give running requests `grace_secs`, then end every rank.
+
+        Requests still unfinished get no completion: their lease is handed back by the caller.
+        """

@@ -1,0 +1,161 @@
+"""What the supervisor and its ranks say to each other. Standard library only.
+
+One connected Unix stream socket per rank, inherited as a file descriptor. A frame is a 4-byte
+little-endian length and a pickle of one of these records. Both ends are this program, on one host,
+over a socket nobody else can open, so pickle is safe here and nowhere else.
+
+    supervisor -> rank   Hello, StartCache, Plan, Shutdown
+    rank -> supervisor   Ready, StepResult (rank 0 with tokens, others without), RankFault
+
+A step: the supervisor sends the same Plan to every rank; every rank answers with a StepResult that
+names the generation and the step. Anything of an older generation is dropped.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """How one incarnation of the TP group is to be built; the same for every rank but `rank`."""
+
+    model_path: str
+    tp: int
+    device: str  # "cpu" or "cuda"
+    dtype: str  # "float32", "float16", "bfloat16" (resolved: never "auto")
+    max_model_len: int  # 0: what the checkpoint's config says
+    max_sequences: int
+    max_batched_tokens: int
+    block_size: int
+    kv_blocks: int  # 0: from free memory
+    memory_fraction: float
+    step_timeout_secs: float  # the backend's own timeout: only the backstop
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame to a rank: who it is, and where the group meets (one FileStore a generation)."""
+
+    config: GroupConfig
+    rank: int
+    generation: int
+    rendezvous: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The rank has joined, loaded and sized its cache. The supervisor takes the least `kv_blocks`."""
+
+    rank: int
+    generation: int
+    kv_blocks: int  # as many as this rank can hold (>= 1)
+    max_model_len: int
+    vocab_size: int
+    weight_bytes: int
+    load_secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartCache:
+    """Answer to the last Ready: allocate the KV cache with this many blocks on every rank."""
+
+    kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One sequence's part of a step: compute `token_ids` at positions start.. and, if `sample`,
+    draw the next token after the last of them.
+
+    `slots[i]` is the row of the KV cache (block * block_size + offset) for token i;
+    `blocks` is the sequence's block table, long enough for start + len(token_ids) tokens.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+    sample: bool
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int  # resolved: never None; the draw depends on (seed, position) alone
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step of the group."""
+
+    generation: int
+    step: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A rank finished a step. Rank 0 carries (sequence_id, token) for each sampling slice.
+
+    `bad` lists sequences whose logits were not finite: their request fails, the others go on.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    tokens: tuple[tuple[int, int], ...]
+    bad: tuple[int, ...]
+    compute_secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankFault:
+    """A rank raised; its last word before it exits. `kind` is the exception's class name.
+
+    `permanent` marks errors that a restart cannot mend (bad checkpoint, unsupported config).
+    """
+
+    rank: int
+    generation: int
+    phase: str
+    kind: str
+    message: str
+    traceback: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the rank process at once, with no group teardown."""
+
+
+ToRank: TypeAlias = Hello | StartCache | Plan | Shutdown
+FromRank: TypeAlias = Ready | StepResult | RankFault
+
+
+def send(sock: socket.socket, message: ToRank | FromRank) -> None:
+    """Write one frame. Raises OSError when the peer is gone, TimeoutError after sock.timeout."""
+    payload = pickle.dumps(message, protocol=5)
+    sock.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def receive(sock: socket.socket) -> ToRank | FromRank:
+    """Read one frame. Raises EOFError when the peer closed, TimeoutError after sock.timeout."""
+    (length,) = _LENGTH.unpack(_read_exactly(sock, _LENGTH.size))
+    message: ToRank | FromRank = pickle.loads(_read_exactly(sock, length))
+    return message
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = sock.recv(size - len(parts))
+        if not part:
+            raise EOFError("the other end of the rank socket is closed")
+        parts += part
+    return bytes(parts)
