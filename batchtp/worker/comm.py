@@ -20,11 +20,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from batchtp.errors import GroupStartError
 
 # Ranks reach the rendezvous as late as the slowest import of torch among them.
 _LEAST_TIMEOUT_SECS = 60.0
+# Below this a collective costs its latency and not its bytes.
+_SMALL_BYTES = 256 * 1024
 # Far past any start-up budget: the supervisor's deadline comes first.
 _START_UP_TIMEOUT = timedelta(hours=2)
 
@@ -76,13 +79,26 @@ class TorchGroup:
         """The sum of every rank's x in rank order, in float32, rounded once to x's dtype."""
         if not x.numel():
             return x
-        mine = (x.cpu() if self._via_host else x).contiguous()
-        parts = mine.new_empty((self.size, *mine.shape))
+        mine = (x.cpu() if self._via_host else x).reshape(-1)
+        total = self._sum_small(mine) if mine.nbytes <= _SMALL_BYTES else self._sum_large(mine)
+        return total.view(x.shape).to(x.device)
+
+    def _sum_small(self, mine: Tensor) -> Tensor:
+        """Everything to everyone: one round, which is what a short message costs."""
+        parts = mine.new_empty((self.size, mine.numel()))
         dist.all_gather(list(parts.unbind()), mine)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        return total.to(x.device, x.dtype)
+        return _sum_in_order(parts)
+
+    def _sum_large(self, mine: Tensor) -> Tensor:
+        """Each rank sums its slice of the message, then the slices are gathered: fewer bytes."""
+        share = -(-mine.numel() // self.size)
+        padded = functional.pad(mine, (0, share * self.size - mine.numel()))
+        parts = torch.empty_like(padded)
+        dist.all_to_all_single(parts, padded)
+        whole = torch.empty_like(padded)
+        slices = list(whole.view(self.size, share).unbind())
+        dist.all_gather(slices, _sum_in_order(parts.view(self.size, share)))
+        return whole[: mine.numel()]
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         """On rank 0 [T, sum(widths)]. Shares travel padded: gather wants them equal."""
@@ -101,6 +117,14 @@ class TorchGroup:
         """Meet in the store, not in a collective: ranks may come minutes apart."""
         self._store.set(f"{milestone}/{self.rank}", "")
         self._store.wait([f"{milestone}/{rank}" for rank in range(self.size)], _START_UP_TIMEOUT)
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """[ranks, N] to [N], in rank order, in float32, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
 
 
 def rank_device(kind: str, rank: int) -> torch.device:

@@ -1,0 +1,78 @@
+"""What a rank does between its Hello and its first step. Importing this imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchtp.kernels.weights import Int4Weight
+from batchtp.model.config import load_config
+from batchtp.model.decoder import Decoder, check_length
+from batchtp.model.layers import LinearWeight
+from batchtp.model.loader import load_shard
+from batchtp.model.sharding import ShardPlan
+from batchtp.worker.cache import block_budget, make_cache, usable_cores
+from batchtp.worker.comm import Group, join, rank_device
+from batchtp.worker.messages import GroupConfig, Hello
+from batchtp.worker.runner import Runner
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedShard:
+    """A rank's share of the model, on its device. `weight_bytes` as in the checkpoint's form."""
+
+    decoder: Decoder
+    max_model_len: int
+    weight_bytes: int
+    kv_blocks: int
+
+
+def join_group(hello: Hello) -> tuple[Group, torch.device]:
+    """Take this rank's device and meet the other ranks."""
+    config = hello.config
+    device = rank_device(config.device, hello.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, usable_cores() // config.tp))
+    group = join(
+        hello.rank, config.tp, device, hello.rendezvous, timeout_secs=config.step_timeout_secs
+    )
+    return group, device
+
+
+def load(hello: Hello, group: Group, device: torch.device) -> LoadedShard:
+    """Read the rank's share of the checkpoint and size its cache.
+
+    Raises ModelError for a checkpoint that cannot be served.
+    """
+    settings, path = hello.config, Path(hello.config.model_path)
+    config = load_config(path)
+    max_model_len = settings.max_model_len or config.max_position_embeddings
+    check_length(config, max_model_len)
+    shards = [ShardPlan.make(config, settings.tp, rank) for rank in range(settings.tp)]
+    tensors = load_shard(path, config, shards[hello.rank], _DTYPES[settings.dtype], device)
+    weight_bytes = sum(_nbytes(weight) for weight in tensors.values())
+    with torch.inference_mode():
+        decoder = Decoder(config, shards, hello.rank, tensors, group, max_model_len=max_model_len)
+    # Sizing the cache runs a step, which needs every rank; some load slower than others.
+    group.wait_for_all("loaded")
+    blocks = block_budget(decoder, settings, hello.rank, max_model_len)
+    return LoadedShard(decoder, max_model_len, weight_bytes, blocks)
+
+
+def make_runner(loaded: LoadedShard, config: GroupConfig, kv_blocks: int) -> Runner:
+    """Allocate the cache."""
+    with torch.inference_mode():
+        cache = make_cache(loaded.decoder, kv_blocks, config.block_size)
+    return Runner(loaded.decoder, cache, config.block_size)
+
+
+def _nbytes(weight: LinearWeight) -> int:
+    parts: tuple[torch.Tensor | Int4Weight, ...]
+    parts = weight if isinstance(weight, tuple) else (weight,)
+    return sum(part.nbytes for part in parts)
