@@ -55,6 +55,12 @@ def die_with_parent(death_signal: int, parent_pid: int) -> None:
         sys.exit(0)
 
 
+def launch_command(identity: str, death_signal: int, command: list[str]) -> list[str]:
+    """`command` as a child of this process that takes `identity` and dies with us."""
+    script = [sys.executable, "-I", "-S", __file__]
+    return [*script, str(os.getpid()), str(int(death_signal)), identity, *command]
+
+
 def _take(identity: str) -> None:
     if identity == "userns":
         uid, gid = os.getuid(), os.getgid()

@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from batchtp.errors import EmbeddedServiceError
 from batchtp.services import launch
 from batchtp.services.binaries import PostgresBinaries, postgres_in
+from batchtp.services.launch import launch_command
 
 # sun_path holds 107 bytes on Linux and 103 on macOS.
 _SOCKET_PATH_BYTES = 103
@@ -175,12 +175,6 @@ def _check_usable(placement: Placement, record: Path) -> None:
 def _try_identity(identity: str, *paths: Path) -> int:
     command = launch_command(identity, 0, ["check", *map(str, paths)])
     return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=30, check=False).returncode
-
-
-def launch_command(identity: str, death_signal: int, command: list[str]) -> list[str]:
-    """`command` as a child of this process that takes `identity` and dies with us."""
-    script = [sys.executable, "-I", "-S", launch.__file__]
-    return [*script, str(os.getpid()), str(int(death_signal)), identity, *command]
 
 
 def _digest(path: Path) -> str:

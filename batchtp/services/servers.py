@@ -18,10 +18,10 @@ from urllib.parse import quote
 from batchtp.errors import EmbeddedServiceError
 from batchtp.services import launch
 from batchtp.services.binaries import PostgresBinaries, find_postgres, find_valkey
+from batchtp.services.launch import launch_command
 from batchtp.services.layout import (
     Layout,
     Placement,
-    launch_command,
     place_postgres,
     reachable_binaries,
 )
