@@ -19,7 +19,7 @@ def rope_table(config: ModelConfig, positions: int, device: torch.device) -> Ten
     rope, dim = config.rope, config.head_dim
     steps = torch.arange(positions, dtype=torch.float32)
     if rope.kind == "dynamic":
-        angles = steps[:, None] * _dynamic(rope, dim, positions)
+        angles = steps[:, None] * _dynamic(config, positions)
     else:
         angles = steps[:, None] * _inverse_frequencies(rope, dim)[None, :]
     scale = _attention_factor(rope)
@@ -87,13 +87,13 @@ def _attention_factor(rope: RopeConfig) -> float:
     return magnitude(1.0)
 
 
-def _dynamic(rope: RopeConfig, dim: int, positions: int) -> Tensor:
+def _dynamic(config: ModelConfig, positions: int) -> Tensor:
     """[positions, dim / 2]: past the trained length, the base grows with the position.
 
     Each position takes the base of the sequence that ends with it: what a cached decode does token
     by token, and the one reading that does not depend on how a prompt was cut into steps.
     """
-    trained = rope.original_max_position_embeddings
+    rope, dim, trained = config.rope, config.head_dim, config.max_position_embeddings
     lengths = torch.arange(1, positions + 1, dtype=torch.float64).clamp(min=trained)
     growth = (rope.factor * lengths / trained - (rope.factor - 1)) ** (dim / (dim - 2))
     bases = (rope.theta * growth).float()
