@@ -125,7 +125,8 @@ def install(environment: Path, python: Path, testing: bool) -> None:
     if not works(python, "import pip"):
         need_venv()
         step("Adding pip", [str(python), "-m", "ensurepip", "--upgrade"], log)
-    pip = [str(python), "-m", "pip", "install", "--progress-bar", "off"]
+    # Not compiled now: the first import compiles the small part that is used.
+    pip = [str(python), "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
     target = f"{ROOT}[dev]" if testing else str(ROOT)
     step(f"Installing {torch_requirement()}", [*pip, torch_requirement()], log)
     step("Installing batchtp and what it needs", [*pip, "--editable", target], log)

@@ -1,0 +1,44 @@
+"""The options that several commands share, and the settings they make."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from batchtp import logs
+from batchtp.settings import Settings, load_settings
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Machine output: JSON on standard output, nothing else.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
+Home = Annotated[
+    str | None, typer.Option("--home", help="Data directory.", metavar="DIR", show_default=False)
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", help="Directory, GGUF file, hub id or demo name.", show_default=False
+    ),
+]
+Tp = Annotated[
+    int | None,
+    typer.Option("--tp", help="Tensor-parallel degree.", min=1, max=64, show_default=False),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default=False)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="auto, float32, float16 or bfloat16.", show_default=False),
+]
+
+
+def settings_for(debug: bool, **flags: Any) -> Settings:
+    """The settings with these flags on top (None: not given), and logging set up by them."""
+    if debug:
+        flags["log_level"] = "debug"
+    settings = load_settings(flags)
+    logs.configure(settings.log_level, settings.log_format)
+    return settings

@@ -1,0 +1,129 @@
+"""Progress of a batch: a live bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from batchtp.core import BatchStatus
+
+# Long enough to span a few steps of a slow group, short enough to show a change of pace.
+_WINDOW_SECS = 15.0
+_LINE_EVERY_SECS = 5.0
+
+
+class Pace:
+    """Rates over the last few seconds of what it is told."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def add(self, at_secs: float, tokens: int, rows: int) -> None:
+        """At this time so many tokens were written and so many rows were done."""
+        self._seen.append((at_secs, tokens, rows))
+        while len(self._seen) > 2 and at_secs - self._seen[0][0] > _WINDOW_SECS:
+            self._seen.popleft()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written per second; 0 while unknown."""
+        return self._rate(1)
+
+    def eta_secs(self, rows_left: int, elapsed_secs: float) -> float | None:
+        """Seconds until the last row at the overall pace; None while no row is done."""
+        rows_done = self._seen[-1][2] if self._seen else 0
+        return rows_left * elapsed_secs / rows_done if rows_done else None
+
+    def _rate(self, column: int) -> float:
+        if len(self._seen) < 2:
+            return 0.0
+        first, last = self._seen[0], self._seen[-1]
+        span = last[0] - first[0]
+        return (last[column] - first[column]) / span if span > 0 else 0.0
+
+
+class ProgressView:
+    """Shows statuses as they come, on standard error. A context manager."""
+
+    def __init__(self, total: int | None = None) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._live = console.is_terminal
+        self._pace = Pace()
+        self._started = time.monotonic()
+        self._last_line = self._started - _LINE_EVERY_SECS
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("starting", total=total, text="")
+
+    def __enter__(self) -> ProgressView:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def phase(self, text: str) -> None:
+        """What is going on before there is a status."""
+        if self._live:
+            self._bar.update(self._task, description=text)
+        else:
+            self._console.print(text, markup=False)
+
+    def show(self, status: BatchStatus) -> None:
+        """The batch as it stands now."""
+        now = time.monotonic()
+        counts = status.counts
+        done = counts.completed + counts.failed
+        self._pace.add(now, status.usage.completion_tokens, done)
+        text = self._text(status, now)
+        if self._live:
+            self._bar.update(
+                self._task,
+                description=status.state.value.replace("_", " "),
+                total=counts.total or None,
+                completed=done,
+                text=text,
+            )
+        elif now - self._last_line >= _LINE_EVERY_SECS or status.state.final:
+            self._last_line = now
+            self._console.print(f"{status.state.value}: {text}", markup=False)
+
+    def _text(self, status: BatchStatus, now: float) -> str:
+        counts = status.counts
+        done = counts.completed + counts.failed
+        parts = [f"{done}/{counts.total}"]
+        if counts.failed:
+            parts.append(f"{counts.failed} failed")
+        parts.append(f"{self._pace.tokens_per_second:.1f} tokens/s")
+        left = self._pace.eta_secs(counts.total - done, now - self._started)
+        if left is not None and not status.state.final:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`5 s`, `3:05 min` or `2:03 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -1,0 +1,245 @@
+"""`batchtp run`: the whole main job on this machine, prompts file in, results file out."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from batchtp import services
+from batchtp.cli import options
+from batchtp.cli.failures import Terminated, handled
+from batchtp.cli.local_worker import LocalWorker
+from batchtp.cli.output import emit_json, emit_text, note
+from batchtp.cli.progress import ProgressView, duration
+from batchtp.cli.shown import status_document
+from batchtp.cli.unfinished import UnfinishedRun
+from batchtp.cli.written import check_writable, write_results
+from batchtp.client import Batch, Client
+from batchtp.core import BatchState, BatchStatus
+from batchtp.errors import EngineError, InputError
+from batchtp.model.config import load_config
+from batchtp.model.resolve import resolve_model
+from batchtp.settings import Settings
+from batchtp.store import migrate as schema
+
+SOME_FAILED = 3
+_POLL_SECS = 0.2
+_SHOWN_COMPLETIONS = 3
+_SHOWN_CHARACTERS = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one run is asked to do."""
+
+    file: Path
+    output: Path
+    errors: Path
+    strict: bool
+    text: bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(run)
+
+
+@handled
+def run(
+    file: Annotated[Path, typer.Argument(help="Prompts, JSON lines.", show_default=False)],
+    model: options.Model = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Default: NAME.output.jsonl.", show_default=False),
+    ] = None,
+    errors: Annotated[
+        Path | None,
+        typer.Option("--errors", help="Default: NAME.errors.jsonl.", show_default=False),
+    ] = None,
+    tp: options.Tp = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse the file if any line is bad.")
+    ] = False,
+    text: Annotated[bool, typer.Option("--text", help="Every line is a plain prompt.")] = False,
+    home: options.Home = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run a file of prompts from start to end: services, worker, batch, results.
+
+    Started again after an interruption, the same command goes on where it was.
+    Exit code 3: done, but some requests failed (see the error file).
+    """
+    settings = options.settings_for(
+        debug, home=home, model=model, tp=tp, device=device, dtype=dtype
+    )
+    stem = file.name.removesuffix(".gz").removesuffix(".jsonl") or "batch"
+    job = Job(
+        file=file,
+        output=output or Path(f"{stem}.output.jsonl"),
+        errors=errors or Path(f"{stem}.errors.jsonl"),
+        strict=strict,
+        text=text,
+    )
+    _check(job, settings)
+    with _terminated_like_interrupted():
+        report = _run(job, settings)
+    if as_json:
+        emit_json(report)
+    else:
+        _summarise(report)
+    if report["failed"]:
+        raise typer.Exit(SOME_FAILED)
+
+
+def _check(job: Job, settings: Settings) -> None:
+    """Refuse before anything is started what can be refused."""
+    try:
+        with job.file.open("rb") as stream:
+            if not stream.read(1):
+                raise InputError(f"{job.file} is empty.", code="empty_file")
+    except OSError as error:
+        raise InputError(f"Cannot read {job.file}: {error.strerror}.") from error
+    check_writable(job.output, job.errors)
+    load_config(resolve_model(settings.model, settings.home_path).path)
+
+
+def _run(job: Job, settings: Settings) -> dict[str, Any]:
+    started = time.monotonic()
+    with ProgressView() as view, _connected(settings, view) as connected:
+        unfinished = UnfinishedRun(settings.home_path, job.file, settings.model, str(job.text))
+        batch_id, resumed = unfinished.batch_id()
+        if resumed:
+            note(f"Going on with {batch_id}, which an earlier run left unfinished.")
+        with Client(connected) as client, _worker(client, connected, view) as worker:
+            batch = client.submit(
+                job.file,
+                model=connected.model,
+                batch_id=batch_id,
+                strict=job.strict,
+                text=job.text,
+                wait=False,
+            )
+            status = _follow(batch, worker, view)
+            view.phase("writing")
+            written, failed = write_results(batch, job.output, job.errors)
+            shown = _first_completions(batch)
+        unfinished.forget()
+        view.phase("stopping")
+    seconds = time.monotonic() - started
+    return {
+        **status_document(status),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": _tokens_per_second(status),
+        "written": written,
+        "failed": failed,
+        "output": str(job.output),
+        "errors": str(job.errors) if failed else None,
+        "shown": shown,
+    }
+
+
+@contextmanager
+def _connected(settings: Settings, view: ProgressView) -> Iterator[Settings]:
+    """The settings with the URLs of running services, their schema up to date."""
+    view.phase("starting services")
+    endpoints = services.ensure(settings)
+    try:
+        if not settings.database_url:
+            schema.upgrade(endpoints.database_url)
+        yield replace(settings, redis_url=endpoints.redis_url, database_url=endpoints.database_url)
+    finally:
+        services.release(settings)
+
+
+@contextmanager
+def _worker(client: Client, settings: Settings, view: ProgressView) -> Iterator[LocalWorker | None]:
+    """A worker of our own, unless one serves this model already."""
+    if client.serving(settings.model):
+        view.phase("a running worker serves the model")
+        yield None
+        return
+    view.phase("starting the worker")
+    worker = LocalWorker(settings)
+    orderly = False
+    try:
+        yield worker
+        orderly = True
+    finally:
+        worker.stop(settings.grace_secs if orderly else 1.0)
+
+
+def _follow(batch: Batch, worker: LocalWorker | None, view: ProgressView) -> BatchStatus:
+    """Show the batch until it is final. Raises EngineError as soon as our worker is gone."""
+    while True:
+        status = batch.status()
+        view.show(status)
+        if status.state.final:
+            break
+        if worker is not None:
+            worker.check()
+        time.sleep(_POLL_SECS)
+    if status.state is not BatchState.COMPLETED:
+        why = f": {status.error.message}" if status.error else ""
+        raise EngineError(f"The batch {status.id} ended {status.state.value}{why}")
+    return status
+
+
+def _first_completions(batch: Batch) -> list[tuple[str, str]]:
+    shown = []
+    for line in batch.output_lines():
+        if len(shown) == _SHOWN_COMPLETIONS:
+            break
+        if line["error"] is None:
+            choice = line["response"]["body"]["choices"][0]
+            answer = choice["message"]["content"] if "message" in choice else choice["text"]
+            shown.append((line["custom_id"], answer))
+    return shown
+
+
+def _tokens_per_second(status: BatchStatus) -> float | None:
+    if status.started_at is None or status.finished_at is None:
+        return None
+    seconds = (status.finished_at - status.started_at).total_seconds()
+    return round(status.usage.completion_tokens / seconds, 1) if seconds > 0 else None
+
+
+def _summarise(report: dict[str, Any]) -> None:
+    usage = report["usage"]
+    for custom_id, answer in report["shown"]:
+        line = " ".join(answer.split())
+        cut = line[: _SHOWN_CHARACTERS - 1] + "…" if len(line) > _SHOWN_CHARACTERS else line
+        emit_text(f"  {custom_id}: {cut}")
+    speed = report["tokens_per_second"]
+    emit_text(
+        f"{report['written']} done, {report['failed']} failed in {duration(report['seconds'])}; "
+        f"{usage['prompt_tokens']} tokens read, {usage['completion_tokens']} written"
+        + (f" at {speed} tokens/s" if speed else "")
+    )
+    emit_text(f"results: {report['output']}")
+    if report["errors"]:
+        emit_text(f"errors:  {report['errors']}")
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM cleans up as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,55 @@
+"""`batchtp worker`: one worker with its tensor-parallel group, until it is told to stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from batchtp import services
+from batchtp.cli import options
+from batchtp.cli.failures import handled
+from batchtp.cli.output import note
+from batchtp.settings import mask_url
+from batchtp.store import migrate as schema
+from batchtp.worker.app import run_worker
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(worker)
+
+
+@handled
+def worker(
+    model: options.Model = None,
+    tp: options.Tp = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option("--served-name", help="Name clients use for it.", show_default=False),
+    ] = None,
+    home: options.Home = None,
+    debug: options.Debug = False,
+) -> None:
+    """Serve one model: take chunks from the queue, generate, write completions.
+
+    SIGTERM or Ctrl-C finishes what runs within the grace time; a second one ends at once.
+    """
+    settings = options.settings_for(
+        debug, home=home, model=model, tp=tp, device=device, dtype=dtype, served_name=served_name
+    )
+    embedded = not settings.database_url
+    endpoints = services.ensure(settings)
+    if embedded:
+        schema.upgrade(endpoints.database_url)
+    note(f"Broker {mask_url(endpoints.redis_url)}, database {mask_url(endpoints.database_url)}.")
+    try:
+        run_worker(
+            replace(settings, redis_url=endpoints.redis_url, database_url=endpoints.database_url),
+            None,
+        )
+    finally:
+        services.release(settings)
