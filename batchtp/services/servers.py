@@ -87,9 +87,9 @@ def specs(layout: Layout) -> tuple[ServerSpec, ServerSpec]:
 
 
 def _postgres(layout: Layout, placement: Placement, binaries: PostgresBinaries) -> ServerSpec:
-    away = placement.identity == "nobody"
+    away = Path(placement.base) != layout.folder
     sockets = layout.sockets(Path(placement.base) if away else None)
-    if away:
+    if placement.identity == "nobody":
         os.chown(sockets, launch.NOBODY, launch.NOBODY)
     server = [str(binaries.postgres), "-D", str(placement.data), "-k", str(sockets), "-p", "5432"]
     # Trust authentication is safe only behind a closed folder: no TCP.
