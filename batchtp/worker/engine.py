@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from batchtp.core import Completion, EngineInfo, GenerationRequest, RequestKey
+from batchtp.errors import EngineError, ModelError
 
 Sink: TypeAlias = Callable[[Completion], None]
 
@@ -32,10 +33,13 @@ class Engine(Protocol):
         """
 
     def cancel(self, keys: Collection[RequestKey]) -> None:
-        """Stop these; each still unfinished one ends with finish reason `cancelled`, tokens kept."""
+        """Stop these; the unfinished ones end with finish reason `cancelled`, tokens kept."""
 
     def progress(self, keys: Collection[RequestKey]) -> Mapping[RequestKey, int]:
         """Tokens generated so far for those of `keys` that are unfinished."""
+
+    def failure(self) -> EngineError | ModelError | None:
+        """Why the engine gave up for good; None while it works. Its requests get no completion."""
 
     def info(self) -> EngineInfo:
         """A snapshot for status, health and logs."""

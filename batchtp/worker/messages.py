@@ -51,7 +51,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The rank has joined, loaded and sized its cache. The supervisor takes the least `kv_blocks`."""
+    """The rank has joined, loaded and sized its cache. The least `kv_blocks` of all is taken."""
 
     rank: int
     generation: int
@@ -149,6 +149,25 @@ def receive(sock: socket.socket) -> ToRank | FromRank:
     (length,) = _LENGTH.unpack(_read_exactly(sock, _LENGTH.size))
     message: ToRank | FromRank = pickle.loads(_read_exactly(sock, length))
     return message
+
+
+class FrameBuffer:
+    """Puts a stream's pieces together into messages, for a reader that must never block."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[FromRank]:
+        """Add what was read; the messages that are whole now."""
+        self._data += data
+        messages: list[FromRank] = []
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if len(self._data) < end:
+                break
+            messages.append(pickle.loads(bytes(self._data[_LENGTH.size : end])))
+            del self._data[:end]
+        return messages
 
 
 def _read_exactly(sock: socket.socket, size: int) -> bytes:
