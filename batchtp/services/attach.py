@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchtp.errors import EmbeddedServiceError
-from batchtp.services.layout import Layout
+from batchtp.services.layout import Layout, recorded_placement
 from batchtp.services.locks import FileLock, is_held
 from batchtp.services.servers import START_SECS, end_leftovers, log_tail
 from batchtp.settings import Settings
@@ -93,8 +93,9 @@ def down(settings: Settings) -> bool:
     """Stop the embedded services whoever uses them; False when none ran."""
     layout = Layout(settings.home_path)
     if not is_held(layout.lock("owner")):
-        data = [layout.valkey_data, layout.folder / "postgres"]
-        return sum(end_leftovers(d) for d in data if d.exists()) > 0
+        placement = recorded_placement(layout)
+        data = [layout.valkey_data, *([placement.data] if placement else [])]
+        return sum([end_leftovers(d) for d in data if d.exists()]) > 0
     pid = int(FileLock(layout.lock("owner")).read())
     os.kill(pid, signal.SIGTERM)
     _wait_for_end(layout, pid)

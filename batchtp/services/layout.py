@@ -20,6 +20,7 @@ from batchtp.services.launch import launch_command
 # sun_path holds 107 bytes on Linux and 103 on macOS.
 _SOCKET_PATH_BYTES = 103
 _LONGEST_SOCKET_NAME = "/.s.PGSQL.5432.lock"
+_PLACEMENT = "placement.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,24 @@ def place_postgres(layout: Layout) -> Placement:
 
     Raises EmbeddedServiceError when the recorded one cannot be used any more.
     """
-    record = layout.folder / "placement.json"
-    if record.exists():
-        placement = Placement(**json.loads(record.read_text(encoding="utf-8")))
-        _check_usable(placement, record)
+    placement = recorded_placement(layout)
+    if placement is not None:
+        _check_usable(placement, layout.folder)
         return placement
     placement = _new_placement(layout)
+    record = layout.folder / _PLACEMENT
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(placement)), encoding="utf-8")
     partial.replace(record)
     return placement
+
+
+def recorded_placement(layout: Layout) -> Placement | None:
+    """The placement of the first start; None before it."""
+    record = layout.folder / _PLACEMENT
+    if not record.exists():
+        return None
+    return Placement(**json.loads(record.read_text(encoding="utf-8")))
 
 
 def reachable_binaries(
@@ -157,17 +166,17 @@ def _new_placement(layout: Layout) -> Placement:
     )
 
 
-def _check_usable(placement: Placement, record: Path) -> None:
+def _check_usable(placement: Placement, folder: Path) -> None:
     """Never two identities on one data directory: its files would belong to the wrong one."""
     if (os.getuid() == 0) == (placement.identity == "plain"):
         before = "by an ordinary user" if os.getuid() == 0 else "as root"
         raise EmbeddedServiceError(
-            f"{record.parent} was started {before} before. Run as that user, or set BATCHTP_HOME "
+            f"{folder} was started {before} before. Run as that user, or set BATCHTP_HOME "
             "to another directory."
         )
     if _try_identity(placement.identity, Path("/")) == launch.IDENTITY_REFUSED:
         raise EmbeddedServiceError(
-            f"{record.parent} was made with a user namespace, which this machine does not allow "
+            f"{folder} was made with a user namespace, which this machine does not allow "
             "now. Set BATCHTP_HOME to another directory."
         )
 
