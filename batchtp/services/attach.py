@@ -92,11 +92,16 @@ def release(settings: Settings) -> None:
 def down(settings: Settings) -> bool:
     """Stop the embedded services whoever uses them; False when none ran."""
     layout = Layout(settings.home_path)
-    if not is_held(layout.lock("owner")):
-        placement = recorded_placement(layout)
-        data = [layout.valkey_data, *([placement.data] if placement else [])]
-        return sum([end_leftovers(d) for d in data if d.exists()]) > 0
-    pid = int(FileLock(layout.lock("owner")).read())
+    if not layout.folder.exists():
+        return False
+    owner = FileLock(layout.lock("owner"))
+    if owner.acquire(timeout_secs=0):
+        try:
+            return _end_leftovers(layout)
+        finally:
+            owner.release()
+    owner.release()
+    pid = int(owner.read())
     os.kill(pid, signal.SIGTERM)
     _wait_for_end(layout, pid)
     return True
@@ -117,6 +122,12 @@ def status(settings: Settings) -> ServicesStatus:
         pids=tuple(state["pids"].items()),
         data=tuple(state["data"].items()),
     )
+
+
+def _end_leftovers(layout: Layout) -> bool:
+    placement = recorded_placement(layout)
+    folders = [layout.valkey_data, *([placement.data] if placement else [])]
+    return sum([end_leftovers(folder) for folder in folders if folder.exists()]) > 0
 
 
 def _attach(layout: Layout, stay: bool) -> Endpoints:
