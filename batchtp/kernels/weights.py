@@ -7,8 +7,8 @@
     g(k)    = group_index[k]                                   under act-order
             = (first_group_offset + k) // group_size            otherwise
 
-A TP rank's run of rows may start inside a group: `first_group_offset` is how many rows of that group
-belong to the ranks before. Rows past `k` in the last packed word are nibbles of no meaning.
+A TP rank's run of rows may start inside a group: `first_group_offset` is how many rows of that
+group belong to the ranks before. Rows past `k` in the last packed word are nibbles of no meaning.
 """
 
 from __future__ import annotations

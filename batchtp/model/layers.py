@@ -122,7 +122,7 @@ class Attention:
         )
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._normed(q, self._q_norm), self._normed(k, self._k_norm)
-        q, _ = ops.rope_and_cache(
+        q = ops.rope_and_cache(
             q, k, v, step.positions, cos_sin, cache.keys, cache.values, step.slots
         )
         y = ops.paged_attention(

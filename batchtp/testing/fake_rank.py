@@ -1,8 +1,8 @@
 """A rank without a model: `python -m batchtp.testing.fake_rank --fd N [--fault KIND@STEP …]`
 
-Speaks the rank protocol (worker.messages). The token drawn for a sequence depends on all the ids it
-was shown before and on nothing else, so a replay, another batch or another chunking changes nothing;
-and it is computed from what the *cache* was given, so a hole in the cache shows in the text.
+Speaks the rank protocol (worker.messages). The token drawn for a sequence depends on all the ids
+it was shown before and on nothing else, so a replay, another batch or another chunking changes
+nothing; and it is computed from what the *cache* was given, so a hole there shows in the text.
 
 Faults, in generation 1 only unless `--every-generation`: `exit@S`, `kill@S`, `stop@S`, `raise@S` at
 step S (S may be `start`), `poison@T` whenever token id T is computed. `--rank R` names the culprit.
