@@ -39,6 +39,7 @@ class BatchState(enum.StrEnum):
 class ChunkState(enum.StrEnum):
     """Where a chunk (a run of requests) is in its life."""
 
+    PENDING = "pending"  # its batch is not accepted yet
     READY = "ready"  # may be claimed
     LEASED = "leased"  # a worker holds its lease
     DONE = "done"  # every row of it is written

@@ -1,0 +1,197 @@
+"""From messages to rows: chunks, requests, the seal, and acceptance."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import insert
+
+from batchtp.core import BatchState, ChunkState, Failure
+from batchtp.store import batches
+from batchtp.store.database import Store
+from batchtp.store.schema import batches as batch_table
+from batchtp.store.schema import chunks, completions, requests
+
+
+@dataclass(frozen=True, slots=True)
+class BatchHead:
+    """What every message says of its batch."""
+
+    batch_id: str
+    model: str
+    priority: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingRequest:
+    """One line. `payload` is its JSON for the engine; `failure` says why it will not run."""
+
+    index: int
+    line: int
+    custom_id: str
+    endpoint: str
+    payload: str | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The end of a submission: how much there must be. `digest` is over the chunks' digests."""
+
+    total: int
+    chunk_count: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of a sealed batch. `error` is set when it failed; `digest` is the stored one."""
+
+    digest: str
+    total: int
+    error: Failure | None = None
+    newly: bool = False
+
+
+def digest_of(parts: Sequence[str]) -> str:
+    """The digest of a batch from the digests of its chunks, in order."""
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+def add_chunk(
+    store: Store, head: BatchHead, seq: int, digest: str, rows: Sequence[IncomingRequest]
+) -> Acceptance | None:
+    """Put a chunk's rows in, once; the acceptance if that completed a sealed batch."""
+    with store.transaction() as connection:
+        _add_batch(connection, head)
+        values = {
+            "batch_id": head.batch_id,
+            "seq": seq,
+            "model": head.model,
+            "priority": head.priority,
+            "state": ChunkState.PENDING,
+            "count": len(rows),
+            "digest": digest,
+        }
+        statement = insert(chunks).values(values).on_conflict_do_nothing()
+        if connection.execute(statement).rowcount:
+            _add_rows(connection, head, seq, rows)
+        return _accept_if_complete(connection, head.batch_id)
+
+
+def seal(store: Store, head: BatchHead, seal: Seal) -> Acceptance | None:
+    """Note how much the batch must have; the acceptance if all of it is there already."""
+    with store.transaction() as connection:
+        _add_batch(connection, head)
+        connection.execute(
+            sa.update(batch_table)
+            .where(batch_table.c.id == head.batch_id, batch_table.c.digest.is_(None))
+            .values(total=seal.total, chunk_count=seal.chunk_count, digest=seal.digest)
+        )
+        return _accept_if_complete(connection, head.batch_id)
+
+
+def _add_batch(connection: sa.Connection, head: BatchHead) -> None:
+    connection.execute(
+        insert(batch_table)
+        .values(
+            id=head.batch_id,
+            model=head.model,
+            state=BatchState.VALIDATING,
+            priority=head.priority,
+            metadata=json.loads(json.dumps(dict(head.metadata)).replace("\\u0000", "\ufffd")),
+        )
+        .on_conflict_do_nothing()
+    )
+
+
+def _add_rows(
+    connection: sa.Connection, head: BatchHead, seq: int, rows: Sequence[IncomingRequest]
+) -> None:
+    connection.execute(
+        insert(requests),
+        [
+            {
+                "batch_id": head.batch_id,
+                "index": row.index,
+                "chunk_seq": seq,
+                "line": row.line,
+                "custom_id": row.custom_id,
+                "payload": row.payload,
+            }
+            for row in rows
+        ],
+    )
+    failed: list[dict[str, Any]] = [
+        {
+            "batch_id": head.batch_id,
+            "index": row.index,
+            "endpoint": row.endpoint,
+            "text": "",
+            "token_ids": [],
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+            "finish_reason": "error",
+            "error_code": row.failure.code,
+            "error_message": row.failure.message,
+            "error_param": row.failure.param,
+            "fence": 0,
+            "generation": 0,
+        }
+        for row in rows
+        if row.failure is not None
+    ]
+    if failed:
+        connection.execute(insert(completions).on_conflict_do_nothing(), failed)
+
+
+def _accept_if_complete(connection: sa.Connection, batch_id: str) -> Acceptance | None:
+    # The row lock makes two messages that each complete the batch take turns.
+    batch = connection.execute(
+        sa.select(batch_table).where(batch_table.c.id == batch_id).with_for_update()
+    ).one()
+    if batch.digest is None:
+        return None
+    if batch.state != BatchState.VALIDATING:
+        failure = Failure(batch.error_code, batch.error_message) if batch.error_code else None
+        return Acceptance(batch.digest, batch.total, failure)
+    stored = connection.execute(
+        sa.select(chunks.c.digest, chunks.c.count.label("rows"))
+        .where(chunks.c.batch_id == batch_id)
+        .order_by(chunks.c.seq)
+    ).all()
+    if len(stored) < batch.chunk_count:
+        return None
+    total = sum(row.rows for row in stored)
+    if digest_of([row.digest for row in stored]) != batch.digest or total != batch.total:
+        failure = Failure(
+            "digest_mismatch",
+            "What arrived under this batch id is not what was sealed. Submit again, under a "
+            "new batch id.",
+        )
+        batches.fail(connection, batch_id, failure)
+        return Acceptance(batch.digest, batch.total, failure, newly=True)
+    _open(connection, batch_id)
+    return Acceptance(batch.digest, batch.total, newly=True)
+
+
+def _open(connection: sa.Connection, batch_id: str) -> None:
+    connection.execute(
+        sa.update(batch_table)
+        .where(batch_table.c.id == batch_id)
+        .values(state=BatchState.IN_PROGRESS, accepted_at=sa.func.now())
+    )
+    connection.execute(
+        sa.update(chunks)
+        .where(chunks.c.batch_id == batch_id)
+        .values(state=ChunkState.READY, ready_at=sa.func.now())
+    )
+    # A chunk of nothing but bad lines has no work in it.
+    batches.close_answered_chunks(connection, batch_id)
+    batches.finish_if_done(connection, batch_id)
