@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import typer
 
 from batchtp.cli.output import note
-from batchtp.errors import BatchtpError, InvalidLinesError
+from batchtp.errors import BatchtpError
 from batchtp.logs import mask
 
 P = ParamSpec("P")
@@ -56,9 +56,6 @@ def handled(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, InvalidLinesError):
-        lines = "".join(f"\n  line {n}: {code}: {text}" for n, code, text in error.lines)
-        return mask(f"Error: {error}{lines}")
     if isinstance(error, BatchtpError):
         return mask(f"Error: {error}")
     if isinstance(error, OSError) and error.filename is not None:

@@ -1,4 +1,4 @@
-"""A worker that `batchtp run` owns: started as a child, watched, and gone when the run is."""
+"""Who serves the model during `batchtp run`: a worker that runs already, else a child of ours."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+from batchtp.client import Client
 from batchtp.errors import EngineError
 from batchtp.services.launch import launch_command
 from batchtp.settings import PREFIX, Settings
 
+_LOOK_SECS = 2.0
 _KEPT_LOGS = 20
 _LOG_TAIL_LINES = 25
 # After the second SIGTERM, which ends a worker at once.
@@ -68,6 +70,36 @@ class LocalWorker:
             except subprocess.TimeoutExpired:
                 continue
             return
+
+
+class Serving:
+    """Sees to it that somebody serves a model, as long as `look` is called every now and then."""
+
+    def __init__(self, client: Client, settings: Settings, model: str) -> None:
+        self._client = client
+        self._settings = settings
+        self._model = model
+        self._own: LocalWorker | None = None
+        self._next_look = 0.0
+
+    def look(self) -> bool:
+        """Start a worker if nobody serves the model any more; whether it is our own.
+
+        Raises EngineError as soon as our own has ended.
+        """
+        if self._own is not None:
+            self._own.check()
+        elif time.monotonic() >= self._next_look:
+            # A worker that was killed is believed alive until its last sign of life has expired.
+            if not self._client.serving(self._model):
+                self._own = LocalWorker(self._settings)
+            self._next_look = time.monotonic() + _LOOK_SECS
+        return self._own is not None
+
+    def stop(self, patience_secs: float) -> None:
+        """End our own worker, if there is one."""
+        if self._own is not None:
+            self._own.stop(patience_secs)
 
 
 def _environment(settings: Settings) -> dict[str, str]:

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import typer
 from batchtp import services
 from batchtp.cli import options
 from batchtp.cli.failures import Terminated, handled
-from batchtp.cli.local_worker import LocalWorker
+from batchtp.cli.local_worker import Serving
 from batchtp.cli.output import emit_json, emit_text, note
 from batchtp.cli.progress import ProgressView, duration
 from batchtp.cli.shown import status_document
@@ -32,6 +32,10 @@ from batchtp.store import migrate as schema
 
 SOME_FAILED = 3
 _POLL_SECS = 0.2
+# After Ctrl-C: the batch is kept, so running requests need not finish.
+_HURRIED_SECS = 1.0
+# A run that was killed leaves leases; the next one should not wait long for their end.
+_LEASE_SECS = 10.0
 _SHOWN_COMPLETIONS = 3
 _SHOWN_CHARACTERS = 72
 
@@ -91,9 +95,9 @@ def run(
         strict=strict,
         text=text,
     )
-    _check(job, settings)
+    name = _check(job, settings)
     with _terminated_like_interrupted():
-        report = _run(job, settings)
+        report = _run(job, settings, name)
     if as_json:
         emit_json(report)
     else:
@@ -102,8 +106,8 @@ def run(
         raise typer.Exit(SOME_FAILED)
 
 
-def _check(job: Job, settings: Settings) -> None:
-    """Refuse before anything is started what can be refused."""
+def _check(job: Job, settings: Settings) -> str:
+    """Refuse before anything is started what can be refused; the name the model is served by."""
     try:
         with job.file.open("rb") as stream:
             if not stream.read(1):
@@ -111,26 +115,28 @@ def _check(job: Job, settings: Settings) -> None:
     except OSError as error:
         raise InputError(f"Cannot read {job.file}: {error.strerror}.") from error
     check_writable(job.output, job.errors)
-    load_config(resolve_model(settings.model, settings.home_path).path)
+    model = resolve_model(settings.model, settings.home_path)
+    load_config(model.path)
+    return settings.served_name or model.name
 
 
-def _run(job: Job, settings: Settings) -> dict[str, Any]:
+def _run(job: Job, settings: Settings, name: str) -> dict[str, Any]:
     started = time.monotonic()
     with ProgressView() as view, _connected(settings, view) as connected:
-        unfinished = UnfinishedRun(settings.home_path, job.file, settings.model, str(job.text))
+        unfinished = UnfinishedRun(settings.home_path, job.file, name, str(job.text))
         batch_id, resumed = unfinished.batch_id()
         if resumed:
             note(f"Going on with {batch_id}, which an earlier run left unfinished.")
-        with Client(connected) as client, _worker(client, connected, view) as worker:
+        with Client(connected) as client, _serving(client, connected, name, view) as serving:
             batch = client.submit(
                 job.file,
-                model=connected.model,
+                model=name,
                 batch_id=batch_id,
                 strict=job.strict,
                 text=job.text,
                 wait=False,
             )
-            status = _follow(batch, worker, view)
+            status = _follow(batch, serving, view)
             view.phase("writing")
             written, failed = write_results(batch, job.output, job.errors)
             shown = _first_completions(batch)
@@ -163,31 +169,29 @@ def _connected(settings: Settings, view: ProgressView) -> Iterator[Settings]:
 
 
 @contextmanager
-def _worker(client: Client, settings: Settings, view: ProgressView) -> Iterator[LocalWorker | None]:
-    """A worker of our own, unless one serves this model already."""
-    if client.serving(settings.model):
-        view.phase("a running worker serves the model")
-        yield None
-        return
-    view.phase("starting the worker")
-    worker = LocalWorker(settings)
+def _serving(
+    client: Client, settings: Settings, model: str, view: ProgressView
+) -> Iterator[Serving]:
+    """Somebody who serves the model for as long as this lasts."""
+    serving = Serving(client, settings, model)
+    ours = serving.look()
+    view.phase("starting the worker" if ours else "a running worker serves the model")
     orderly = False
     try:
-        yield worker
+        yield serving
         orderly = True
     finally:
-        worker.stop(settings.grace_secs if orderly else 1.0)
+        serving.stop(settings.grace_secs if orderly else _HURRIED_SECS)
 
 
-def _follow(batch: Batch, worker: LocalWorker | None, view: ProgressView) -> BatchStatus:
+def _follow(batch: Batch, serving: Serving, view: ProgressView) -> BatchStatus:
     """Show the batch until it is final. Raises EngineError as soon as our worker is gone."""
     while True:
         status = batch.status()
         view.show(status)
         if status.state.final:
             break
-        if worker is not None:
-            worker.check()
+        serving.look()
         time.sleep(_POLL_SECS)
     if status.state is not BatchState.COMPLETED:
         why = f": {status.error.message}" if status.error else ""
@@ -196,7 +200,7 @@ def _follow(batch: Batch, worker: LocalWorker | None, view: ProgressView) -> Bat
 
 
 def _first_completions(batch: Batch) -> list[tuple[str, str]]:
-    shown = []
+    shown: list[tuple[str, str]] = []
     for line in batch.output_lines():
         if len(shown) == _SHOWN_COMPLETIONS:
             break
