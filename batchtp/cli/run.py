@@ -163,7 +163,10 @@ def _connected(settings: Settings, view: ProgressView) -> Iterator[Settings]:
     try:
         if not settings.database_url:
             schema.upgrade(endpoints.database_url)
-        yield replace(settings, redis_url=endpoints.redis_url, database_url=endpoints.database_url)
+        changes: dict[str, Any] = asdict(endpoints)
+        if settings.sources["lease_secs"] == "default":
+            changes["lease_secs"] = max(_LEASE_SECS, 3 * settings.heartbeat_secs)
+        yield replace(settings, **changes)
     finally:
         services.release(settings)
 
