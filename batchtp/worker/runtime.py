@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import redis
 from celery import Celery
+from kombu.exceptions import OperationalError
 
 from batchtp.errors import DatabaseUnavailableError, ServiceError
 from batchtp.queue import workers
@@ -96,11 +97,14 @@ class Runtime:
 
     def ring(self, model: str) -> None:
         """Say that a chunk of this model is ready. Only a hint: the sweeper rings again."""
-        self._app.send_task(
-            GENERATE_TASK,
-            queue=generate_queue(self.settings, model),
-            retry_policy={"max_retries": 1, "interval_start": 0.2},
-        )
+        try:
+            self._app.send_task(
+                GENERATE_TASK,
+                queue=generate_queue(self.settings, model),
+                retry_policy={"max_retries": 1, "interval_start": 0.2},
+            )
+        except OperationalError as error:
+            log.warning("could not ring: %s", error)
 
     def work(self) -> None:
         """Answer a doorbell: chunk after chunk until none is ready or the worker is full."""
@@ -110,21 +114,15 @@ class Runtime:
                 if lease is None:
                     return
                 # Others may be ready too, and this worker may have room for them.
-                self._ring_quietly()
+                self.ring(self.model)
                 ChunkWork(self.store, self.engine, self.settings, lease, self._is_over).run()
             finally:
                 self._slots.release()
         if self._draining.is_set():
-            self._ring_quietly()
+            self.ring(self.model)
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self._hand_back_at
-
-    def _ring_quietly(self) -> None:
-        try:
-            self.ring(self.model)
-        except Exception as error:  # noqa: BLE001 - kombu raises whatever its transport raised
-            log.warning("could not ring: %s", error)
 
     def _repeat(self, job: Callable[[], None], every_secs: float) -> None:
         while not self._draining.is_set():
