@@ -24,7 +24,7 @@ from batchtp.cli.unfinished import UnfinishedRun
 from batchtp.cli.written import check_writable, write_results
 from batchtp.client import Batch, Client
 from batchtp.core import BatchState, BatchStatus
-from batchtp.errors import EngineError, InputError
+from batchtp.errors import EngineError, InputError, UsageError
 from batchtp.model.config import load_config
 from batchtp.model.resolve import resolve_model
 from batchtp.settings import Settings
@@ -124,19 +124,10 @@ def _run(job: Job, settings: Settings, name: str) -> dict[str, Any]:
     started = time.monotonic()
     with ProgressView() as view, _connected(settings, view) as connected:
         unfinished = UnfinishedRun(settings.home_path, job.file, name, str(job.text))
-        batch_id, resumed = unfinished.batch_id()
-        if resumed:
-            note(f"Going on with {batch_id}, which an earlier run left unfinished.")
         with Client(connected) as client, _serving(client, connected, name, view) as serving:
-            batch = client.submit(
-                job.file,
-                model=name,
-                batch_id=batch_id,
-                strict=job.strict,
-                text=job.text,
-                wait=False,
-            )
+            batch = _submit(client, job, name, unfinished)
             status = _follow(batch, serving, view)
+            _require_completed(status, unfinished)
             view.phase("writing")
             written, failed = write_results(batch, job.output, job.errors)
             shown = _first_completions(batch)
@@ -187,19 +178,42 @@ def _serving(
         serving.stop(settings.grace_secs if orderly else _HURRIED_SECS)
 
 
+def _submit(client: Client, job: Job, model: str, unfinished: UnfinishedRun) -> Batch:
+    batch_id, resumed = unfinished.batch_id()
+    if resumed:
+        note(f"Going on with {batch_id}, which an earlier run left unfinished.")
+    try:
+        return client.submit(
+            job.file,
+            model=model,
+            batch_id=batch_id,
+            strict=job.strict,
+            text=job.text,
+            wait=False,
+        )
+    except UsageError:
+        unfinished.forget()
+        raise
+
+
 def _follow(batch: Batch, serving: Serving, view: ProgressView) -> BatchStatus:
     """Show the batch until it is final. Raises EngineError as soon as our worker is gone."""
     while True:
         status = batch.status()
         view.show(status)
         if status.state.final:
-            break
+            return status
         serving.look()
         time.sleep(_POLL_SECS)
-    if status.state is not BatchState.COMPLETED:
-        why = f": {status.error.message}" if status.error else ""
-        raise EngineError(f"The batch {status.id} ended {status.state.value}{why}")
-    return status
+
+
+def _require_completed(status: BatchStatus, unfinished: UnfinishedRun) -> None:
+    if status.state is BatchState.COMPLETED:
+        return
+    # There is nothing to go on with.
+    unfinished.forget()
+    why = f": {status.error.message}" if status.error else ""
+    raise EngineError(f"Batch {status.id} ended {status.state.value}{why}.")
 
 
 def _first_completions(batch: Batch) -> list[tuple[str, str]]:
