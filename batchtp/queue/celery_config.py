@@ -88,7 +88,7 @@ def broker_url(url: str) -> str:
     """Celery's spelling of a redis URL: unix:// becomes redis+socket://, rediss:// checks certs."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
-        return urlunsplit(parts._replace(scheme="redis+socket"))
+        return f"redis+socket://{url.partition('://')[2].replace('db=', 'virtual_host=')}"
     if parts.scheme == "rediss" and "ssl_cert_reqs" not in parts.query:
         query = f"{parts.query}&" if parts.query else ""
         return urlunsplit(parts._replace(query=f"{query}ssl_cert_reqs={ssl.CERT_REQUIRED.name}"))
@@ -97,11 +97,10 @@ def broker_url(url: str) -> str:
 
 def redis_py_url(url: str) -> str:
     """redis-py's spelling: redis+socket:// becomes unix://, virtual_host becomes db."""
-    parts = urlsplit(url)
-    if parts.scheme != "redis+socket":
+    scheme, _, rest = url.partition("://")
+    if scheme != "redis+socket":
         return url
-    query = parts.query.replace("virtual_host=", "db=")
-    return urlunsplit(parts._replace(scheme="unix", query=query))
+    return f"unix://{rest.replace('virtual_host=', 'db=')}"
 
 
 def intake_queue(settings: Settings) -> str:
