@@ -21,7 +21,8 @@
     ├── EngineError           the tensor-parallel group
     │   ├── GroupStartError       ranks did not come up
     │   ├── GroupStoppedError     the group is stopped and takes no more work
-    │   └── RankFaultError        a rank died, hung or answered wrongly
+    │   ├── RankFaultError        a rank died, hung or answered wrongly
+    │   └── KernelInputError      a kernel was given tensors that it cannot compute with
     └── RequestError          one request fails by itself; carries the row's `code`
 
 A message says what happened and what to do. `exit_code` is what the CLI returns.
@@ -138,6 +139,10 @@ class GroupStoppedError(EngineError):
 
 class RankFaultError(EngineError):
     """A rank died, hung or answered wrongly."""
+
+
+class KernelInputError(EngineError):
+    """A kernel was given tensors of a shape, dtype or device that it cannot compute with."""
 
 
 class RequestError(BatchtpError):
