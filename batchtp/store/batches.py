@@ -91,7 +91,9 @@ def cancel(store: Store, batch_id: str) -> None:
     """
     with store.transaction() as connection:
         row = connection.execute(
-            sa.select(batches.c.state).where(batches.c.id == batch_id).with_for_update()
+            sa.select(batches.c.state)
+            .where(batches.c.id == batch_id)
+            .with_for_update(key_share=True)
         ).first()
         if row is None:
             raise BatchNotFoundError(f"There is no batch {batch_id}.")

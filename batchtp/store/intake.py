@@ -152,9 +152,10 @@ def _add_rows(
 
 
 def _accept_if_complete(connection: sa.Connection, batch_id: str) -> Acceptance | None:
-    # The row lock makes two messages that each complete the batch take turns.
+    # The row lock makes two messages that each complete the batch take turns. It leaves the key
+    # alone, which foreign keys of both have share-locked already: they would deadlock otherwise.
     batch = connection.execute(
-        sa.select(batch_table).where(batch_table.c.id == batch_id).with_for_update()
+        sa.select(batch_table).where(batch_table.c.id == batch_id).with_for_update(key_share=True)
     ).one()
     if batch.digest is None:
         return None

@@ -55,6 +55,8 @@ _CLAIM = """
     returning c.batch_id, c.seq, c.fence, c.attempts
 """
 
+_STARTED = "update batches set started_at = now() where id = :id and started_at is null"
+
 _LEFT = """
     select r."index" as position, r.line, r.custom_id, r.payload from requests r
     where r.batch_id = :batch_id and r.chunk_seq = :seq and not exists (
@@ -96,12 +98,8 @@ def claim(store: Store, model: str, worker: str, lease_secs: float) -> Lease | N
         ).first()
         if row is None:
             return None
-        connection.execute(
-            sa.text("update batches set started_at = now() where id = :id and started_at is null"),
-            {"id": row.batch_id},
-        )
         left = connection.execute(sa.text(_LEFT), {"batch_id": row.batch_id, "seq": row.seq})
-        return Lease(
+        lease = Lease(
             batch_id=row.batch_id,
             seq=row.seq,
             fence=row.fence,
@@ -110,6 +108,10 @@ def claim(store: Store, model: str, worker: str, lease_secs: float) -> Lease | N
                 LeasedRequest(r.position, r.line, r.custom_id, json.loads(r.payload)) for r in left
             ),
         )
+    # On its own: cancel locks the batch before its chunks, so a claim must not do the reverse.
+    with store.transaction() as connection:
+        connection.execute(sa.text(_STARTED), {"id": lease.batch_id})
+    return lease
 
 
 def heartbeat(store: Store, lease: Lease, lease_secs: float, tokens: int) -> BatchState:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
 from celery import Celery, signals
+from celery.exceptions import SecurityWarning
 from celery.worker import state as worker_state
 
 from batchtp import logs
@@ -67,6 +69,8 @@ def run_worker(settings: Settings, engine: Engine | None = None) -> None:
     Raises what kept the engine from starting, or what ended it.
     """
     logs.configure(settings.log_level, settings.log_format)
+    # Celery warns of root because of pickle; only JSON is accepted here.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
     app = make_app(settings, engine)
     runtime = runtime_of(app)
     worker = app.Worker(
@@ -74,6 +78,7 @@ def run_worker(settings: Settings, engine: Engine | None = None) -> None:
         queues=[intake_queue(settings), generate_queue(settings, runtime.model)],
         pool="threads",
         loglevel=settings.log_level.upper(),
+        quiet=True,
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,
