@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from batchtp import logs
+from batchtp.model.resolve import resolve_model
 from batchtp.settings import Settings, load_settings
 
 Json = Annotated[
@@ -33,6 +35,13 @@ Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="auto, float32, float16 or bfloat16.", show_default=False),
 ]
+
+
+def served_name(settings: Settings, model: str | None) -> str:
+    """What clients call this model, or the settings' one: a path goes by the name of its files."""
+    given = model or settings.served_name or settings.model
+    is_path = Path(given).expanduser().exists()
+    return resolve_model(given, settings.home_path).name if is_path else given
 
 
 def settings_for(debug: bool, **flags: Any) -> Settings:

@@ -41,7 +41,7 @@ def submit(
     with Client(settings) as client:
         batch = client.submit(
             file,
-            model=model or settings.model,
+            model=options.served_name(settings, model),
             batch_id=batch_id,
             strict=strict,
             text=text,
