@@ -1,0 +1,1 @@
+"""One reader a checkpoint format: each turns a run of one linear into the internal layout."""
