@@ -24,14 +24,21 @@ def emit_text(text: str) -> None:
 
 def emit_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A plain table on standard output."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        # Into a pipe a row is a line, whatever its length.
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for row in [list(columns), *cells]:
+            line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+            sys.stdout.write(line.rstrip() + "\n")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    console = Console(file=sys.stdout, highlight=False)
-    # Into a pipe nothing is folded: a line is a row.
-    console.print(table, soft_wrap=not console.is_terminal)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def note(text: str) -> None:

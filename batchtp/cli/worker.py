@@ -13,7 +13,6 @@ from batchtp.cli.failures import handled
 from batchtp.cli.output import note
 from batchtp.settings import mask_url
 from batchtp.store import migrate as schema
-from batchtp.worker.app import run_worker
 
 
 def register(app: typer.Typer) -> None:
@@ -32,14 +31,25 @@ def worker(
         typer.Option("--served-name", help="Name clients use for it.", show_default=False),
     ] = None,
     home: options.Home = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Log lines as JSON.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """Serve one model: take chunks from the queue, generate, write completions.
 
     SIGTERM or Ctrl-C finishes what runs within the grace time; a second one ends at once.
     """
+    # Here, because it takes a moment that no other command should wait for.
+    from batchtp.worker.app import run_worker
+
     settings = options.settings_for(
-        debug, home=home, model=model, tp=tp, device=device, dtype=dtype, served_name=served_name
+        debug,
+        home=home,
+        model=model,
+        tp=tp,
+        device=device,
+        dtype=dtype,
+        served_name=served_name,
+        log_format="json" if as_json else None,
     )
     embedded = not settings.database_url
     endpoints = services.ensure(settings)
