@@ -1,9 +1,10 @@
 """A linear's weight in the form that its device runs best, made once at load.
 
     device            weight          runs as
-    cuda              int4            the Triton int4 matmul
+    cuda              int4            the Triton int4 matmul, packed for it
     cpu, float32/16   int4            dense: dequantised once (see below)
-    cpu, bfloat16     int4            aten's int4 op up to 8 rows, dense above; else dense
+    cpu, bfloat16     int4            aten's int4 op up to 8 rows, dense above; else dense, as also
+                                      on CPUs without bfloat16 instructions
     any               dense           the library's matmul
 
 On a CPU an int4 product in torch would dequantise the weight in every step. Memory is cheaper than
@@ -19,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchtp.kernels import int4_matmul
+from batchtp.kernels.dispatch import uses_triton
+from batchtp.kernels.packed import PackedInt4, check_weight, pack
 from batchtp.kernels.weights import Int4Weight, ZeroKind, dequantize, unpack
 
 # From about 16 rows a bfloat16 linear is as fast as aten's int4 op (2 cores, measured).
@@ -35,17 +39,21 @@ class CpuInt4:
     dense: Tensor
 
 
-Prepared: TypeAlias = Tensor | Int4Weight | CpuInt4
+Prepared: TypeAlias = Tensor | PackedInt4 | CpuInt4
 
 
 def prepare(weight: Tensor | Int4Weight, dtype: torch.dtype) -> Prepared:
-    """The form that `linear` takes. A dense weight is [N, K], as torch's own linears have it."""
+    """The form that `linear` takes. A dense weight is [N, K], as torch's own linears have it.
+
+    Raises KernelInputError where an int4 weight's tensors do not fit together.
+    """
     if isinstance(weight, Tensor):
         return weight.to(dtype)
-    if weight.qweight.is_cuda:
-        return weight
+    if uses_triton(weight.qweight):
+        return pack(weight)
+    check_weight(weight)
     dense = dequantize(weight, dtype).t().contiguous()
-    if dtype is torch.bfloat16 and fits_cpu_op(weight):
+    if dtype is torch.bfloat16 and _has_bfloat16() and fits_cpu_op(weight):
         return _pack_for_cpu(weight, dense)
     return dense
 
@@ -56,9 +64,7 @@ def linear(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if isinstance(weight, CpuInt4):
         return _cpu_linear(x, weight, bias)
-    from batchtp.kernels import ops
-
-    return ops.int4_matmul(x, weight, bias)
+    return int4_matmul.launch(x, weight, bias)
 
 
 def fits_cpu_op(weight: Int4Weight) -> bool:
@@ -70,6 +76,10 @@ def fits_cpu_op(weight: Int4Weight) -> bool:
         and weight.k % weight.group_size == 0
         and weight.n % 16 == 0
     )
+
+
+def _has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def _pack_for_cpu(weight: Int4Weight, dense: Tensor) -> CpuInt4:

@@ -1,20 +1,20 @@
 """The one door to the kernels: Triton for CUDA tensors, the torch reference for CPU tensors.
 
 `BATCHTP_KERNELS=triton` with `TRITON_INTERPRET=1` sends CPU tensors through Triton's interpreter:
-slow, for tests. Triton is imported when it is first needed, so a CPU rank never loads it.
+slow, for tests, and not for bfloat16, whose products it gets wrong. Triton is imported when a
+kernel is first launched, so a CPU rank never loads it.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-from types import ModuleType
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from batchtp.kernels import reference
+import batchtp.kernels.int4_matmul as _int4_matmul
+import batchtp.kernels.paged_attention as _paged_attention
+import batchtp.kernels.rms_norm as _rms_norm
+import batchtp.kernels.rope_and_cache as _rope_and_cache
+import batchtp.kernels.silu_mul as _silu_mul
+from batchtp.kernels.dispatch import uses_triton
 from batchtp.kernels.linear import linear, prepare
 from batchtp.kernels.weights import Int4Weight
 
@@ -30,23 +30,27 @@ __all__ = [
 
 
 def int4_matmul(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Tensor:
-    """y = x W (+ b): [M, K] to [M, N] in x's dtype, accumulated in float32."""
-    result: Tensor = _backend(x).int4_matmul(x, weight, bias)
-    return result
+    """y = x W (+ b): [M, K] to [M, N] in x's dtype, accumulated in float32.
+
+    Unpacks the weight in every call; `prepare` does it once for `linear`.
+    """
+    if uses_triton(x):
+        return _int4_matmul.launch(x, weight, bias)
+    return _int4_matmul.reference(x, weight, bias)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of x (+ residual), and that sum: both [T, H]."""
-    result: tuple[Tensor, Tensor] = _backend(x).rms_norm(x, weight, eps, residual)
-    return result
+    run = _rms_norm.launch if uses_triton(x) else _rms_norm.reference
+    return run(x, weight, eps, residual)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [T, 2 I] to [T, I]."""
-    result: Tensor = _backend(gate_up).silu_mul(gate_up)
-    return result
+    run = _silu_mul.launch if uses_triton(gate_up) else _silu_mul.reference
+    return run(gate_up)
 
 
 def rope_and_cache(
@@ -60,10 +64,8 @@ def rope_and_cache(
     slots: Tensor,
 ) -> Tensor:
     """Rotate q and k, write k and v into the cache in place; the rotated q."""
-    result: Tensor = _backend(q).rope_and_cache(
-        q, k, v, positions, cos_sin, k_cache, v_cache, slots
-    )
-    return result
+    run = _rope_and_cache.launch if uses_triton(q) else _rope_and_cache.reference
+    return run(q, k, v, positions, cos_sin, k_cache, v_cache, slots)
 
 
 def paged_attention(
@@ -79,7 +81,8 @@ def paged_attention(
     sliding_window: int = 0,
 ) -> Tensor:
     """Causal attention over the paged cache, prefill and decode mixed: [T, Hq, D]."""
-    result: Tensor = _backend(q).paged_attention(
+    run = _paged_attention.launch if uses_triton(q) else _paged_attention.reference
+    return run(
         q,
         k_cache,
         v_cache,
@@ -91,29 +94,3 @@ def paged_attention(
         first_q,
         sliding_window,
     )
-    return result
-
-
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda or _interpreting():
-        return _triton()
-    return reference
-
-
-@functools.cache
-def _interpreting() -> bool:
-    return os.environ.get("BATCHTP_KERNELS") == "triton" and bool(
-        int(os.environ.get("TRITON_INTERPRET", "0"))
-    )
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    from batchtp.kernels import triton_ops
-
-    return triton_ops
-
-
-def supports(dtype: torch.dtype) -> bool:
-    """Whether the kernels compute in this dtype here. The interpreter gets bfloat16 wrong."""
-    return not (_interpreting() and dtype is torch.bfloat16)
