@@ -76,7 +76,7 @@ def _model_config(file: GgufFile, architecture: str) -> ModelConfig:
         sliding_window=window,
         sliding_layers=frozenset(range(layers)) if window else frozenset(),
         torch_dtype="bfloat16" if bf16 else "float16",
-        eos_token_ids=_eos_token_ids(file),
+        eos_token_ids=gguf_eos_token_ids(file),
         bos_token_id=keys.get("tokenizer.ggml.bos_token_id"),
         quantization=QuantConfig(method=GGUF, bits=4, group_size=_BLOCK, sym=False),
     )
@@ -140,7 +140,8 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
     )
 
 
-def _eos_token_ids(file: GgufFile) -> frozenset[int]:
+def gguf_eos_token_ids(file: GgufFile) -> frozenset[int]:
+    """Every id that the file says ends a text, a turn or a message."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = (file.keys.get(f"tokenizer.ggml.{name}") for name in names)
     return frozenset(int(token) for token in found if token is not None)
