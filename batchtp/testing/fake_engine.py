@@ -1,9 +1,10 @@
-"""An engine without a model: deterministic text at once, or when the test lets it."""
+"""An engine without a model: deterministic text at once, or token by token when a test lets it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from batchtp.core import (
     Completion,
@@ -16,69 +17,89 @@ from batchtp.core import (
 from batchtp.errors import EngineError, GroupStoppedError, ModelError
 from batchtp.worker.engine import Sink
 
-_DEFAULT_TOKENS = 16
+CONTEXT = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: GenerationRequest
+    sink: Sink
+    whole: Completion
+    done: int = 0
 
 
 class FakeEngine:
-    """Answers `echo: <prompt>` with token ids that spell it, up to max_tokens characters.
+    """Answers `echo: <prompt>`, one token a character.
 
-    `hold()` makes requests wait until `release()`: a test's stand-in for slow generation.
+    `hold()` is a test's clock: from then on tokens come by `advance(count)`, until `release()`.
     `fail(error)` ends it as a real engine ends when its group cannot be replaced. A prompt of
     `FAIL` ends as a row with code `fake_failure`.
     """
 
     def __init__(self, model: str = "fake") -> None:
         self._model = model
-        self._lock = threading.Lock()
-        self._held: dict[RequestKey, tuple[GenerationRequest, Sink]] = {}
+        self._changed = threading.Condition()
+        self._jobs: list[_Job] = []
         self._holding = False
-        self._running = False
+        self._stopped = "The engine is not started."
         self._failure: EngineError | ModelError | None = None
 
     def hold(self) -> None:
-        """Answer nothing until `release`."""
-        self._holding = True
+        """Generate only by `advance`."""
+        with self._changed:
+            self._holding = True
+
+    def advance(self, tokens: int) -> None:
+        """Let every held request generate so many tokens more."""
+        with self._changed:
+            for job in self._jobs:
+                job.done += tokens
+            ended = [job for job in self._jobs if job.done >= len(job.whole.token_ids)]
+        self._finish(ended)
 
     def release(self) -> None:
-        """Answer what is held, and go on answering at once."""
-        self._holding = False
-        with self._lock:
-            held, self._held = list(self._held.values()), {}
-        for request, sink in held:
-            sink(fake_completion(request))
+        """Finish what is held, and go on answering at once."""
+        with self._changed:
+            self._holding = False
+            ended = list(self._jobs)
+        self._finish(ended)
 
     def fail(self, error: EngineError | ModelError) -> None:
-        """Give up for good."""
-        self._failure = error
+        """Give up for good; what is held gets no completion."""
+        with self._changed:
+            self._failure = error
+            self._stopped = f"The engine has given up and takes no more requests: {error}"
+            self._jobs = []
+            self._changed.notify_all()
 
     def start(self) -> None:
         """See Engine."""
         if self._failure is not None:
             raise self._failure
-        self._running = True
+        self._stopped = ""
 
     def submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> None:
         """See Engine."""
-        if not self._running or self._failure is not None:
-            raise GroupStoppedError("The engine is stopping and takes no more requests.")
-        for request in requests:
-            if self._holding:
-                with self._lock:
-                    self._held[request.key] = (request, sink)
-            else:
-                sink(fake_completion(request))
+        jobs = [_Job(request, sink, fake_completion(request)) for request in requests]
+        with self._changed:
+            if self._stopped:
+                raise GroupStoppedError(self._stopped)
+            self._jobs += jobs
+            ended = [job for job in jobs if job.whole.failure or not self._holding]
+        self._finish(ended)
 
     def cancel(self, keys: Collection[RequestKey]) -> None:
         """See Engine."""
-        with self._lock:
-            cancelled = [(k, self._held.pop(k)) for k in list(keys) if k in self._held]
-        for key, (_, sink) in cancelled:
-            sink(Completion(key, finish_reason=FinishReason.CANCELLED))
+        wanted = set(keys)
+        with self._changed:
+            jobs = [job for job in self._jobs if job.request.key in wanted]
+        self._finish(jobs, cancelled=True)
 
     def progress(self, keys: Collection[RequestKey]) -> Mapping[RequestKey, int]:
         """See Engine."""
-        with self._lock:
-            return {key: 1 for key in keys if key in self._held}
+        wanted = set(keys)
+        with self._changed:
+            return {j.request.key: j.done for j in self._jobs if j.request.key in wanted}
 
     def failure(self) -> EngineError | ModelError | None:
         """See Engine."""
@@ -91,36 +112,80 @@ class FakeEngine:
             tp=1,
             device="none",
             dtype="none",
-            max_model_len=4096,
+            max_model_len=CONTEXT,
             max_sequences=64,
             kv_blocks=1,
             block_size=16,
             generation=1,
-            ready=self._running and self._failure is None,
+            ready=not self._stopped,
         )
 
     def stop(self, grace_secs: float) -> None:
         """See Engine."""
-        self._running = False
+        with self._changed:
+            self._stopped = self._stopped or "The engine is stopping and takes no more requests."
+            self._changed.wait_for(lambda: not self._jobs, grace_secs)
+            self._jobs = []
+
+    def _finish(self, jobs: Sequence[_Job], *, cancelled: bool = False) -> None:
+        for job in jobs:
+            with self._changed:
+                if job not in self._jobs:
+                    continue
+                self._jobs.remove(job)
+                self._changed.notify_all()
+            job.sink(_cut(job) if cancelled else job.whole)
 
 
 def fake_completion(request: GenerationRequest) -> Completion:
     """What a FakeEngine answers."""
-    if request.prompt == "FAIL":
-        failure = Failure("fake_failure", "The prompt asked for it.", "prompt")
-        return Completion(request.key, finish_reason=FinishReason.ERROR, failure=failure)
-    if request.messages is not None:
-        prompt = str(request.messages[-1]["content"])
+    if isinstance(request.prompt, tuple):
+        prompt = "".join(map(chr, request.prompt))
+    elif request.prompt is not None:
+        prompt = request.prompt
     else:
-        prompt = request.prompt if isinstance(request.prompt, str) else repr(request.prompt)
-    limit = request.sampling.max_tokens or _DEFAULT_TOKENS
-    whole = f"echo: {prompt}"
-    text = whole[:limit]
+        prompt = str(request.messages[-1].get("content", "")) if request.messages else ""
+    failure = _failure(prompt)
+    if failure is not None:
+        return Completion(request.key, finish_reason=FinishReason.ERROR, failure=failure)
+    sampling = request.sampling
+    text, reason = f"echo: {prompt}", FinishReason.STOP
+    ids = [ord(character) for character in text]
+    ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
+    ends += [ids.index(token) + 1 for token in sampling.stop_token_ids if token in ids]
+    end = min(ends, default=len(ids))
+    limit = min(sampling.max_tokens or CONTEXT, CONTEXT - len(prompt))
+    if end > limit:
+        end, reason = limit, FinishReason.LENGTH
+    shown = text[: end - (end > 0 and ids[end - 1] in sampling.stop_token_ids)]
+    cuts = [shown.find(stop) for stop in sampling.stop if stop in shown]
     return Completion(
         key=request.key,
-        text=text,
-        token_ids=tuple(ord(c) for c in text),
+        text=shown[: min(cuts, default=len(shown))],
+        token_ids=tuple(ids[:end]),
         prompt_tokens=len(prompt),
-        finish_reason=FinishReason.LENGTH if len(whole) > limit else FinishReason.STOP,
+        finish_reason=reason,
+        generation=1,
+    )
+
+
+def _failure(prompt: str) -> Failure | None:
+    if prompt == "FAIL":
+        return Failure("fake_failure", "The prompt asked for it.", "prompt")
+    if not prompt:
+        return Failure("empty_prompt", "The prompt has no tokens.", "prompt")
+    if len(prompt) >= CONTEXT:
+        return Failure("prompt_too_long", f"The prompt has {len(prompt)} tokens.", "prompt")
+    return None
+
+
+def _cut(job: _Job) -> Completion:
+    ids = job.whole.token_ids[: job.done]
+    return Completion(
+        key=job.request.key,
+        text="".join(map(chr, ids)),
+        token_ids=ids,
+        prompt_tokens=job.whole.prompt_tokens,
+        finish_reason=FinishReason.CANCELLED,
         generation=1,
     )

@@ -25,7 +25,7 @@ class Engine(Protocol):
         """
 
     def submit(self, requests: Sequence[GenerationRequest], sink: Sink) -> None:
-        """Take requests. `sink` gets exactly one completion for each, from the engine's thread.
+        """Take requests. `sink` gets exactly one completion for each, from any thread.
 
         The sink must not block. A request that cannot run ends as a completion with a failure
         (prompt_too_long, empty_prompt, template errors, …), never as an exception here.

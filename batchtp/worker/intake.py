@@ -56,7 +56,7 @@ def make_sequence(
         id=number,
         request=request,
         prompt_ids=prompt_ids,
-        most_tokens=min(sampling.max_tokens or room, room),
+        most_tokens=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
         seed=seed_of(request),
         stop_ids=stop_ids,
     )

@@ -138,10 +138,15 @@ ToRank: TypeAlias = Hello | StartCache | Plan | Shutdown
 FromRank: TypeAlias = Ready | StepResult | RankFault
 
 
+def encode(message: ToRank | FromRank) -> bytes:
+    """The message's frame, for whoever sends the same one to many."""
+    payload = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(payload)) + payload
+
+
 def send(sock: socket.socket, message: ToRank | FromRank) -> None:
     """Write one frame. Raises OSError when the peer is gone, TimeoutError after sock.timeout."""
-    payload = pickle.dumps(message, protocol=5)
-    sock.sendall(_LENGTH.pack(len(payload)) + payload)
+    sock.sendall(encode(message))
 
 
 def receive(sock: socket.socket) -> ToRank | FromRank:

@@ -43,11 +43,13 @@ def completion_of(
     failure: Failure | None = None,
 ) -> Completion:
     """The sequence's completion. Text is decoded from the whole id list at once, and ends before
-    the first stop string.
+    the stop token or the first stop string; the ids are all there.
     """
+    ids = sequence.output_ids
+    told = ids[:-1] if ids and ids[-1] in sequence.stop_ids else ids
     return Completion(
         key=sequence.key,
-        text=_text(sequence.output_ids, sequence.request.sampling.stop, tokenizer),
+        text=_text(told, sequence.request.sampling.stop, tokenizer),
         token_ids=tuple(sequence.output_ids),
         prompt_tokens=len(sequence.prompt_ids),
         finish_reason=reason,

@@ -18,6 +18,8 @@ from batchtp.worker.tokenizer import Tokenizer
 
 # With these a CPU multiplies bfloat16 in hardware; without, float32 is faster.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+# The backend gives up this much after the supervisor, whose deadline names the culprit.
+_BACKSTOP_SECS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ def find_dtype(wanted: str, device: str, config: ModelConfig) -> str:
 
 
 def group_config(settings: Settings, model: ModelOnDisk) -> GroupConfig:
-    """What every rank is told."""
+    """What every rank is told. Memory is set aside for steps of `max_batched_tokens`."""
+    context = settings.max_model_len or model.config.max_position_embeddings
+    unsplit = 0 if settings.chunked_prefill else context
     return GroupConfig(
         model_path=str(model.path),
         tp=settings.tp,
@@ -73,11 +77,11 @@ def group_config(settings: Settings, model: ModelOnDisk) -> GroupConfig:
         dtype=model.dtype,
         max_model_len=settings.max_model_len,
         max_sequences=settings.max_sequences,
-        max_batched_tokens=settings.max_batched_tokens,
+        max_batched_tokens=max(settings.max_batched_tokens, unsplit),
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
         memory_fraction=settings.memory_fraction,
-        step_timeout_secs=settings.step_timeout_secs,
+        step_timeout_secs=settings.step_timeout_secs + _BACKSTOP_SECS,
     )
 
 

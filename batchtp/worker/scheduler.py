@@ -26,7 +26,7 @@ class Scheduler:
     """Holds every unfinished sequence, waiting or running, and makes plans.
 
     `max_batched_tokens` is a step's budget. Without `chunked_prefill` a prompt is computed in one
-    step, and the last one admitted to a step may go past the budget.
+    step, and one that is longer than what is left has no other prompt beside it.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Scheduler:
         for sequence in self._in_turn():
             if left <= 0:
                 break
-            # A younger one may have been preempted for an older one's blocks meanwhile.
-            if sequence in self._running:
+            # Without blocks it waits: preempted for an older one meanwhile, or not yet admitted.
+            if sequence.blocks:
                 left -= self._extend(sequence, left, slices)
         while left > 0 and (admitted := self._admit(left, slices)):
             left -= admitted
@@ -138,15 +138,14 @@ class Scheduler:
         sequence = self._next_waiting()
         if sequence is None:
             return 0
-        # Room for the token after, too: an admission that must preempt at once would thrash.
-        needed = self.pool.blocks_for(sequence.length + 1)
-        while self._suspected(sequence) and self._running and not self._has_place(needed):
+        while self._suspected(sequence) and self._running and not self._has_place(sequence):
             self._preempt(self._running[-1])
-        if not self._has_place(needed):
+        count = self._share(sequence, left)
+        crowded = count > left and any(len(part.token_ids) > 1 for part in slices.values())
+        if crowded or not self._has_place(sequence):
             return 0
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=_age)
-        count = self._share(sequence, left)
         grown = self._grow(sequence, count)
         assert grown
         slices[sequence.id] = _slice(sequence, count)
@@ -158,8 +157,11 @@ class Scheduler:
             return None if first in self._running else first
         return self._waiting[0] if self._waiting else None
 
-    def _has_place(self, blocks: int) -> bool:
-        return blocks <= self.pool.free and len(self._running) < self._max_sequences
+    def _has_place(self, sequence: Sequence) -> bool:
+        # Room for the token after, and for who runs already to grow: an admission that makes the
+        # next steps preempt is work for nothing.
+        needed = self.pool.blocks_for(sequence.length + 1) + len(self._running)
+        return needed <= self.pool.free and len(self._running) < self._max_sequences
 
     def _suspected(self, sequence: Sequence) -> bool:
         return bool(self._suspects) and sequence is self._suspects[0]

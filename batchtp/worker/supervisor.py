@@ -1,21 +1,20 @@
 """The supervisor: owns the TP group, holds every request's tokens, replaces what breaks.
 
-One thread steps the group. Callers put requests and cancellations into an inbox and get
-completions through their sinks. When any rank faults, the whole group is killed, and the next
-generation computes every sequence's tokens again, prompt and output, and goes on: a draw depends on
-the seed and the position alone, so the text is the one an undisturbed run gives.
+One thread steps the group; callers meet it in `Unfinished` and get completions through their sinks.
+When any rank faults, the whole group is killed, and the next generation computes every sequence's
+tokens again, prompt and output, and goes on: a draw depends on the seed and the position alone, so
+the text is the one an undisturbed run gives.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import replace
 
 from batchtp import errors
 from batchtp.core import (
@@ -35,24 +34,21 @@ from batchtp.errors import (
 )
 from batchtp.settings import Settings
 from batchtp.worker.blocks import BlockPool
+from batchtp.worker.diagnosis import GroupFaultError
 from batchtp.worker.engine import Sink
-from batchtp.worker.group import RANK_COMMAND, GroupFaultError, Interrupted, RankGroup
+from batchtp.worker.group import RANK_COMMAND, Interrupted, RankGroup
 from batchtp.worker.intake import Limits, make_sequence
-from batchtp.worker.messages import Plan, StepResult
+from batchtp.worker.messages import GroupConfig, Plan, StepResult
 from batchtp.worker.output import StopWatch, completion_of, finish_reason
 from batchtp.worker.placement import ModelOnDisk, group_config
 from batchtp.worker.restarts import RestartPolicy
 from batchtp.worker.scheduler import Scheduler
-from batchtp.worker.sequence import Sequence
+from batchtp.worker.unfinished import Job, Unfinished
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class _Running:
-    sequence: Sequence
-    sink: Sink
-    stop_watch: StopWatch | None
+# Far above what ending takes: a poll of the group's waits, and its ranks' last moments.
+_END_SECS = 60.0
 
 
 class Supervisor:
@@ -62,29 +58,25 @@ class Supervisor:
         self._settings = settings
         self._command = tuple(rank_command)
         self._restarts = RestartPolicy(settings.max_restarts)
-        self._lock = threading.Lock()
-        self._inbox: deque[_Running] = deque()
-        self._cancelled: set[RequestKey] = set()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._jobs = Unfinished()
+        self._ids = itertools.count()
         self._up = threading.Event()
-        self._draining = threading.Event()
         self._stopping = threading.Event()
-        self._idle = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._failure: EngineError | ModelError | None = None
-        self._next_id = 0
         self._generation = 0
         self._step = 0
-        self._running: dict[int, _Running] = {}
         self._plan: Plan | None = None
         self._pids: tuple[int, ...] = ()
         self._model: ModelOnDisk
+        self._config: GroupConfig
         self._limits: Limits
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Scheduler
 
     def start(self) -> None:
         """See Engine."""
         self._model = ModelOnDisk.open(self._settings)
+        self._config = group_config(self._settings, self._model)
         self._thread.start()
         self._up.wait()
         if self._failure is not None:
@@ -94,8 +86,10 @@ class Supervisor:
 
     def submit(self, requests: Items[GenerationRequest], sink: Sink) -> None:
         """See Engine. Tokenises on the caller's thread, so that steps go on meanwhile."""
+        if not self._up.is_set():
+            raise GroupStoppedError("The engine is not started.")
         failed: list[Completion] = []
-        accepted: list[_Running] = []
+        accepted: list[Job] = []
         for request in requests:
             try:
                 accepted.append(self._prepare(request, sink))
@@ -104,38 +98,26 @@ class Supervisor:
                 failed.append(
                     Completion(request.key, finish_reason=FinishReason.ERROR, failure=failure)
                 )
-        with self._lock:
-            if self._draining.is_set() or self._failure is not None:
-                raise GroupStoppedError("The engine is stopping and takes no more requests.")
-            self._inbox.extend(accepted)
-        self._wake()
+        self._jobs.add(accepted)
         for completion in failed:
             sink(completion)
 
     def cancel(self, keys: Collection[RequestKey]) -> None:
         """See Engine."""
-        with self._lock:
-            self._cancelled.update(keys)
-        self._wake()
+        self._jobs.cancel(keys)
 
     def progress(self, keys: Collection[RequestKey]) -> Mapping[RequestKey, int]:
         """See Engine."""
-        wanted = set(keys)
-        with self._lock:
-            unfinished = [*self._running.values(), *self._inbox]
-        return {
-            item.sequence.key: len(item.sequence.output_ids)
-            for item in unfinished
-            if item.sequence.key in wanted
-        }
+        return self._jobs.progress(keys)
 
     def failure(self) -> EngineError | ModelError | None:
         """See Engine."""
         return self._failure
 
     def info(self) -> EngineInfo:
-        """See Engine."""
-        scheduler = self._scheduler
+        """See Engine. Raises GroupStoppedError before `start`."""
+        if not self._up.is_set():
+            raise GroupStoppedError("The engine is not started.")
         return EngineInfo(
             model=self._model.served_name,
             tp=self._settings.tp,
@@ -143,35 +125,28 @@ class Supervisor:
             dtype=self._model.dtype,
             max_model_len=self._limits.context,
             max_sequences=self._settings.max_sequences,
-            kv_blocks=scheduler.pool.count if scheduler else 0,
+            kv_blocks=self._config.kv_blocks,
             block_size=self._settings.block_size,
             generation=self._generation,
-            ready=bool(self._pids) and self._failure is None and not self._draining.is_set(),
-            restarts=max(self._generation - 1, 0),
+            ready=bool(self._pids) and not self._stopping.is_set(),
+            restarts=self._generation - 1,
             rank_pids=self._pids,
         )
 
     def stop(self, grace_secs: float) -> None:
         """See Engine."""
-        self._draining.set()
-        with self._idle:
-            self._idle.wait_for(
-                lambda: not (self._running or self._inbox) or not self._thread.is_alive(),
-                grace_secs,
-            )
+        self._jobs.close("The engine is stopping and takes no more requests.")
+        if self._up.is_set():
+            self._jobs.wait(grace_secs)
         self._stopping.set()
-        self._wake()
+        self._jobs.wakeup.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_END_SECS)
 
-    def _prepare(self, request: GenerationRequest, sink: Sink) -> _Running:
-        with self._lock:
-            number = self._next_id
-            self._next_id += 1
-        tokenizer = self._model.tokenizer
-        sequence = make_sequence(number, request, tokenizer, self._limits)
-        stops = request.sampling.stop
-        return _Running(sequence, sink, StopWatch(tokenizer, stops) if stops else None)
+    def _prepare(self, request: GenerationRequest, sink: Sink) -> Job:
+        tokenizer, stops = self._model.tokenizer, request.sampling.stop
+        sequence = make_sequence(next(self._ids), request, tokenizer, self._limits)
+        return Job(sequence, sink, StopWatch(tokenizer, stops) if stops else None)
 
     def _run(self) -> None:
         try:
@@ -181,7 +156,7 @@ class Supervisor:
                 except GroupFaultError as fault:
                     self._recover(fault)
         except Interrupted:
-            pass
+            return
         except (EngineError, ModelError) as error:
             self._fail(error)
         except BaseException as error:
@@ -189,42 +164,34 @@ class Supervisor:
             raise
         finally:
             self._pids = ()
+            self._jobs.abandon()
             self._up.set()
-            with self._idle:
-                self._idle.notify_all()
 
     def _serve(self) -> None:
         """One generation, from its start to its fault or to the engine's stop."""
         self._generation += 1
-        config = group_config(self._settings, self._model)
-        with RankGroup(config, self._generation, self._command) as group:
-            self._start(group)
+        with RankGroup(
+            self._config, self._generation, self._command, self._stopping.is_set
+        ) as group:
+            self._bring_up(group)
             while not self._stopping.is_set():
-                self._take_inbox()
-                self._plan = self._schedule().plan(group.generation, self._step)
+                self._take_jobs()
+                self._plan = self._scheduler.plan(group.generation, self._step)
                 if self._plan is None:
-                    self._rest(group)
+                    group.idle(self._jobs.wakeup)
                     continue
                 self._step += 1
                 result = group.step(self._plan, self._settings.step_timeout_secs)
                 self._apply(self._plan, result)
 
-    def _start(self, group: RankGroup) -> None:
+    def _bring_up(self, group: RankGroup) -> None:
         started = time.monotonic()
-        ready, blocks = group.start(
-            self._settings.startup_timeout_secs, interrupted=self._stopping.is_set
-        )
+        ready, blocks = group.start(self._settings.startup_timeout_secs)
         pool = BlockPool(blocks, self._settings.block_size)
-        self._limits = Limits(ready.max_model_len, pool.tokens, ready.vocab_size)
-        if self._scheduler is None:
-            self._scheduler = Scheduler(
-                pool,
-                max_sequences=self._settings.max_sequences,
-                max_batched_tokens=self._settings.max_batched_tokens,
-                chunked_prefill=self._settings.chunked_prefill,
-            )
-        else:
+        if self._up.is_set():
             self._scheduler.restart(pool)
+        else:
+            self._open(pool, Limits(ready.max_model_len, pool.tokens, ready.vocab_size))
         self._pids = group.pids
         log.info(
             "group is up",
@@ -235,14 +202,25 @@ class Supervisor:
                 "secs": round(time.monotonic() - started, 3),
             },
         )
-        if pool.tokens < ready.max_model_len:
+        self._up.set()
+
+    def _open(self, pool: BlockPool, limits: Limits) -> None:
+        """What the first generation settles for all: a cache of another size would break limits."""
+        self._config = replace(self._config, kv_blocks=pool.count)
+        self._limits = limits
+        self._scheduler = Scheduler(
+            pool,
+            max_sequences=self._settings.max_sequences,
+            max_batched_tokens=self._settings.max_batched_tokens,
+            chunked_prefill=self._settings.chunked_prefill,
+        )
+        if limits.cache < limits.context:
             log.warning(
                 "the KV cache holds %d tokens, fewer than the context of %d: "
                 "longer requests end at the cache's size",
-                pool.tokens,
-                ready.max_model_len,
+                limits.cache,
+                limits.context,
             )
-        self._up.set()
 
     def _recover(self, fault: GroupFaultError) -> None:
         """Note the fault, suspect who was in the step, wait as long as the restart policy says.
@@ -260,95 +238,59 @@ class Supervisor:
         if wait_secs is None:
             raise EngineError(
                 f"The group was restarted {self._restarts.limit} times in "
-                f"{self._restarts.window_secs:.0f} s and faulted again: {fault}"
+                f"{self._restarts.window_secs:g} s and faulted again: {fault}"
             ) from fault
         self._stopping.wait(wait_secs)
 
     def _accuse(self, plan: Plan) -> None:
-        members = [
-            self._running[part.sequence_id]
-            for part in plan.slices
-            if part.sequence_id in self._running
-        ]
-        self._schedule().accuse(item.sequence for item in members)
-        for item in members:
-            if item.sequence.faults >= self._settings.max_attempts:
-                message = f"The group faulted {item.sequence.faults} times on this request."
-                self._finish(item, FinishReason.ERROR, Failure("engine_fault", message))
+        """Only a sequence that was alone is sure to be the cause."""
+        members = [self._jobs[part.sequence_id] for part in plan.slices]
+        self._scheduler.accuse(job.sequence for job in members)
+        suspect = members[0]
+        faults = suspect.sequence.faults
+        if len(members) == 1 and faults >= self._settings.max_attempts:
+            message = f"The group faulted {faults} times on this request, and on it alone."
+            self._finish(suspect, FinishReason.ERROR, Failure("engine_fault", message))
 
-    def _rest(self, group: RankGroup) -> None:
-        with self._idle:
-            self._idle.notify_all()
-        group.idle(self._wake_read)
-
-    def _take_inbox(self) -> None:
-        with self._lock:
-            taken, cancelled = list(self._inbox), self._cancelled
-            self._inbox.clear()
-            self._cancelled = set()
-            self._running.update((item.sequence.id, item) for item in taken)
-            _drain(self._wake_read)
-        for item in taken:
-            self._schedule().add(item.sequence)
-        if cancelled:
-            for item in list(self._running.values()):
-                if item.sequence.key in cancelled:
-                    self._finish(item, FinishReason.CANCELLED)
+    def _take_jobs(self) -> None:
+        new, cancelled = self._jobs.take()
+        for job in new:
+            self._scheduler.add(job.sequence)
+        for job in cancelled:
+            self._finish(job, FinishReason.CANCELLED)
 
     def _apply(self, plan: Plan, result: StepResult) -> None:
         """The step is done: note what is in the cache, take the tokens, end who is finished."""
         self._plan = None
         tokens = dict(result.tokens)
         for part in plan.slices:
-            item = self._running[part.sequence_id]
-            sequence = item.sequence
-            if part.sequence_id in tokens:
-                sequence.output_ids.append(tokens[part.sequence_id])
-            self._schedule().advance(sequence, part)
-            if part.sequence_id in tokens:
-                self._check_stop(item, tokens[part.sequence_id])
+            job = self._jobs[part.sequence_id]
+            token = tokens.get(part.sequence_id)
+            if token is not None:
+                job.sequence.output_ids.append(token)
+            self._scheduler.advance(job.sequence, part)
+            if token is not None:
+                self._check_stop(job, token)
         for number in result.bad:
             failure = Failure("nonfinite_logits", "The model's output was not finite (NaN or inf).")
-            self._finish(self._running[number], FinishReason.ERROR, failure)
+            self._finish(self._jobs[number], FinishReason.ERROR, failure)
 
-    def _check_stop(self, item: _Running, token: int) -> None:
-        stopped = item.stop_watch is not None and item.stop_watch.push(token)
-        reason = finish_reason(item.sequence, stopped)
+    def _check_stop(self, job: Job, token: int) -> None:
+        stopped = job.stop_watch is not None and job.stop_watch.push(token)
+        reason = finish_reason(job.sequence, stopped)
         if reason is not None:
-            self._finish(item, reason)
+            self._finish(job, reason)
 
-    def _finish(self, item: _Running, reason: FinishReason, failure: Failure | None = None) -> None:
-        self._schedule().remove(item.sequence)
-        completion = completion_of(
-            item.sequence, reason, self._model.tokenizer, self._generation, failure
-        )
-        item.sink(completion)
-        with self._lock:
-            del self._running[item.sequence.id]
+    def _finish(self, job: Job, reason: FinishReason, failure: Failure | None = None) -> None:
+        self._scheduler.remove(job.sequence)
+        tokenizer = self._model.tokenizer
+        completion = completion_of(job.sequence, reason, tokenizer, self._generation, failure)
+        job.sink(completion)
+        self._jobs.remove(job)
 
     def _fail(self, error: EngineError | ModelError) -> None:
-        with self._lock:
-            self._failure = error
-        self._up.set()
-
-    def _schedule(self) -> Scheduler:
-        assert self._scheduler is not None
-        return self._scheduler
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"\0")
-        except BlockingIOError:
-            # The pipe is full of wake-ups already.
-            return
-
-
-def _drain(descriptor: int) -> None:
-    try:
-        while os.read(descriptor, 4096):
-            pass
-    except BlockingIOError:
-        return
+        self._jobs.close(f"The engine has given up and takes no more requests: {error}")
+        self._failure = error
 
 
 def _lasting_error(fault: GroupFaultError) -> EngineError | ModelError:

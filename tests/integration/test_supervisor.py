@@ -155,14 +155,14 @@ def test_a_rank_killed_while_idle_is_replaced(make: Make) -> None:
 
 
 def test_a_poison_request_fails_alone(make: Make) -> None:
-    engine = make("--fault", "poison@999", "--every-generation", max_restarts=10)
+    engine = make("--fault", "kill@token:499", "--generations", "99", max_restarts=10)
     engine.start()
     poison = GenerationRequest(
         RequestKey("batch", 99),
         "poison",
         Endpoint.COMPLETION,
         SamplingParams(max_tokens=8, temperature=0.0),
-        prompt=(5, 999),
+        prompt=(5, 499),
     )
     items = [request(n) for n in range(5)]
     found = generate(engine, [*items[:2], poison, *items[2:]])
@@ -175,7 +175,7 @@ def test_a_poison_request_fails_alone(make: Make) -> None:
 
 
 def test_gives_up_after_too_many_restarts(make: Make) -> None:
-    engine = make("--fault", "poison@10", "--every-generation", max_restarts=1, max_attempts=9)
+    engine = make("--fault", "kill@token:10", "--generations", "99", max_restarts=1, max_attempts=9)
     engine.start()
     engine.submit([request(0)], lambda _: None)
     deadline = time.monotonic() + DEADLINE_SECS
