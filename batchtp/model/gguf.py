@@ -214,8 +214,23 @@ class _Cursor:
 
     def _array(self) -> list[Any]:
         kind, count = self.scalar("<I"), self.count()
+        if kind == _STRING:
+            return self._strings(count)
         if kind not in _SCALARS:
             return [self.value(kind) for _ in range(count)]
         form = _SCALARS[kind]
         raw = self.take(struct.calcsize(form) * count)
         return [value for (value,) in struct.iter_unpack(form, raw)]
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has hundreds of thousands: no call for each."""
+        found = []
+        unpack, at, data = struct.Struct("<Q").unpack_from, self.at, self._data
+        for _ in range(count):
+            stop = at + 8 + unpack(data, at)[0]
+            found.append(data[at + 8 : stop].decode("utf-8"))
+            at = stop
+        if at > len(data):
+            raise struct.error("past the end")
+        self.at = at
+        return found

@@ -149,10 +149,14 @@ def _values(blocks: Tensor, kind: BlockType) -> Tensor:
 
 def _words(raw: Tensor) -> Tensor:
     """Nibble bytes [n, blocks, 16] to words in order of K: int32 [n, blocks * 4]."""
-    octets = raw.reshape(*raw.shape[:2], 2, 8)
-    words = torch.zeros((*raw.shape[:2], 2, 2), dtype=torch.int32, device=raw.device)
-    for i in range(8):
-        octet = octets[..., i].to(torch.int32)
-        words[:, :, 0] |= (octet & 15) << (4 * i)
-        words[:, :, 1] |= (octet >> 4) << (4 * i)
-    return words.flatten(1)
+    octets = raw.contiguous().view(torch.int64)
+    return torch.cat((_gathered(octets), _gathered(octets >> 4)), dim=-1).flatten(1)
+
+
+def _gathered(octets: Tensor) -> Tensor:
+    """The low nibbles of eight bytes side by side: int64 to int32, halving the gaps each time."""
+    x = octets & 0x0F0F0F0F0F0F0F0F
+    x = (x | (x >> 4)) & 0x00FF00FF00FF00FF
+    x = (x | (x >> 8)) & 0x0000FFFF0000FFFF
+    x = (x | (x >> 16)) & 0xFFFFFFFF
+    return x.to(torch.int32)
