@@ -28,7 +28,7 @@ from torch import Tensor
 from batchtp.errors import KernelInputError
 from batchtp.kernels.checks import check_tensor
 from batchtp.kernels.jit import kernel
-from batchtp.kernels.packed import PackedInt4, pack
+from batchtp.kernels.packed import SLICE_ROWS, TILE_ROWS, PackedInt4, pack
 from batchtp.kernels.weights import Int4Weight, ZeroKind, dequantize
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def _add_run(
     element: tl.constexpr = p_x.dtype.element_ty
     b_part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_x_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for j in tl.static_range(RUN):
-        i: tl.constexpr = r * RUN + j
+    for i in tl.static_range(r * RUN, (r + 1) * RUN):
         m_x = m_m[None, :]
         if not EVEN_K:
             m_x = m_x & (i * SLICE + o_s < k_left)[:, None]
@@ -288,6 +287,7 @@ def launch(x: Tensor, weight: Int4Weight | PackedInt4, bias: Tensor | None = Non
         HAS_BIAS=bias is not None,
         BLOCK=_BLOCK_REDUCED,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -322,15 +322,16 @@ def _launch_matmul(
         tiles,
         -(-tiles // packed.splits),
         packed.splits,
-        SLICE=packed.slice_rows,
+        SLICE=SLICE_ROWS,
         RUN=packed.run_slices,
         BLOCK_N=tile.block_n,
         BLOCK_M=tile.block_m,
         MINIMUM=packed.zero_kind is ZeroKind.MINIMUM,
-        EVEN_K=packed.k % (8 * packed.slice_rows) == 0,
+        EVEN_K=packed.k % TILE_ROWS == 0,
         HAS_INDEX=index is not None,
         HAS_BIAS=bias is not None,
         SPLIT=split,
         num_warps=tile.warps,
+        enable_fp_fusion=True,
         num_stages=tile.stages,
     )

@@ -1,9 +1,9 @@
 """The int4 weight as the kernel reads it, made once at load.
 
-Rows are dealt into tiles of 8 * slice_rows. Word j of column n in tile t holds eight rows that lie
-slice_rows apart, so that one load of words feeds eight products over whole slices of K:
+Rows are dealt into tiles of eight slices of 16. Word j of column n in tile t holds eight rows that
+lie a slice apart, so that one load of words feeds eight products over whole slices of K:
 
-    (words[t, n, j] >> 4 i) & 15  =  q[t * 8 * slice_rows + i * slice_rows + j, n]
+    (words[t, n, j] >> 4 i) & 15  =  q[128 t + 16 i + j, n]
 
 A run is a power-of-two number of neighbouring slices whose rows share a group in every tile. Where
 groups do not line up with slices, and under act-order, `run_slices` is 0: a scale for every row.
@@ -20,10 +20,9 @@ from torch import Tensor
 from batchtp.errors import KernelInputError
 from batchtp.kernels.weights import Int4Weight, ZeroKind
 
-# The tensor cores' K for 16-bit numbers is 16: no slice can be shorter.
-_SLICE_ROWS = 16
-# Half the loop and longer loads where K is a whole number of such tiles.
-_LONG_SLICE_ROWS = 32
+# The tensor cores' K for 16-bit numbers. Slices of 32 would leave no shared memory for 128 rows.
+SLICE_ROWS = 16
+TILE_ROWS = 8 * SLICE_ROWS
 # K is split so that about two programs an SM (H200: 132) share a matmul of few rows. The split is
 # of the weight alone: the same for every M, so a row's result does not depend on its neighbours.
 _PROGRAMS = 264
@@ -38,8 +37,8 @@ _MOST_UNPACKED = 1 << 26
 class PackedInt4:
     """An int4 weight [k, n] for the kernel; see the module's docstring and Int4Weight.
 
-    words: int32 [tiles, n, slice_rows]. scales, zeros [groups, n]. group_index: int32
-    [tiles * 8 * slice_rows] under act-order. splits: shares of K that are added up in order.
+    words: int32 [tiles, n, 16]. scales, zeros [groups, n]. group_index: int32
+    [tiles * 128] under act-order. splits: shares of K that are added up in order.
     """
 
     words: Tensor
@@ -51,7 +50,6 @@ class PackedInt4:
     group_size: int
     first_group_offset: int
     group_index: Tensor | None
-    slice_rows: int
     run_slices: int
     splits: int
 
@@ -70,14 +68,13 @@ def pack(weight: Int4Weight) -> PackedInt4:
     group_size = 1 << 30 if one_group else weight.group_size
     offset = 0 if one_group else weight.first_group_offset
     act_order = weight.group_index is not None and not one_group
-    rows = _slice_rows(weight.k)
-    tiles = -(-weight.k // (8 * rows))
+    tiles = -(-weight.k // TILE_ROWS)
     index = None
     if act_order and weight.group_index is not None:
-        index = weight.group_index.new_zeros(tiles * 8 * rows, dtype=torch.int32)
+        index = weight.group_index.new_zeros(tiles * TILE_ROWS, dtype=torch.int32)
         index[: weight.k] = weight.group_index
     return PackedInt4(
-        words=_reorder(weight, tiles, rows),
+        words=_reorder(weight, tiles),
         scales=weight.scales.contiguous(),
         zeros=weight.zeros.contiguous(),
         zero_kind=weight.zero_kind,
@@ -86,14 +83,9 @@ def pack(weight: Int4Weight) -> PackedInt4:
         group_size=group_size,
         first_group_offset=offset,
         group_index=index,
-        slice_rows=rows,
-        run_slices=0 if act_order else math.gcd(group_size, offset, 8 * rows) // rows,
+        run_slices=0 if act_order else math.gcd(group_size, offset, TILE_ROWS) // SLICE_ROWS,
         splits=_splits(weight.n, tiles),
     )
-
-
-def _slice_rows(k: int) -> int:
-    return _SLICE_ROWS if k % (8 * _LONG_SLICE_ROWS) else _LONG_SLICE_ROWS
 
 
 def _splits(n: int, tiles: int) -> int:
@@ -103,10 +95,11 @@ def _splits(n: int, tiles: int) -> int:
     return max(1, -(-tiles // -(-tiles // wanted))) if tiles else 1
 
 
-def _reorder(weight: Int4Weight, tiles: int, rows: int) -> Tensor:
+def _reorder(weight: Int4Weight, tiles: int) -> Tensor:
+    rows = SLICE_ROWS
     source = weight.qweight
     words = torch.zeros((tiles, weight.n, rows), dtype=torch.int32, device=source.device)
-    step = max(1, _MOST_UNPACKED // max(1, 8 * rows * weight.n))
+    step = max(1, _MOST_UNPACKED // max(1, TILE_ROWS * weight.n))
     shifts = torch.arange(0, 32, 4, device=source.device, dtype=torch.int32)[:, None]
     for first in range(0, tiles, step):
         last = min(first + step, tiles)

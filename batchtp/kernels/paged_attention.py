@@ -131,11 +131,16 @@ def tile_for(decode: bool, q_per_kv: int, dim: int, dtype: torch.dtype) -> Tile:
     """
     wide = next_power_of_2(dim) > 128
     single = dtype is torch.float32
-    block_n = 32 if wide or single else 64
     rows = max(_LEAST_ROWS, next_power_of_2(q_per_kv))
-    if not decode:
-        rows = max(rows, 32 if single else 64)
-    return Tile(rows, block_n, warps=8 if wide and not decode else 4, stages=1 if single else 2)
+    if single:
+        # No tensor cores: float32 means float32, and whole tiles live in registers.
+        return Tile(rows, block_n=16, warps=4, stages=1)
+    return Tile(
+        rows if decode else max(rows, 64),
+        block_n=32 if wide else 64,
+        warps=8 if wide and not decode else 4,
+        stages=2,
+    )
 
 
 @kernel
@@ -418,6 +423,7 @@ def launch(
         WINDOW=sliding_window,
         SPLIT=split,
         num_warps=tile.warps,
+        enable_fp_fusion=True,
         num_stages=tile.stages,
     )
     if split:
@@ -435,6 +441,7 @@ def launch(
             SEGMENT=_SEGMENT,
             WINDOW=sliding_window,
             num_warps=1,
+            enable_fp_fusion=True,
         )
     return out
 

@@ -99,5 +99,6 @@ def launch(
         BLOCK_H=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(16, max(1, block // _VALUES_PER_WARP)),
+        enable_fp_fusion=True,
     )
     return y, total

@@ -37,8 +37,9 @@ def reference(
 ) -> Tensor:
     """The rotated q, and the caches written in place, in torch."""
     table = cos_sin[positions][:, None, :]
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = _rotate(k, table)
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
+    rows = (k_cache.shape[0] * k_cache.shape[1], *k_cache.shape[2:])
+    k_cache.view(rows)[slots] = _rotate(k, table)
+    v_cache.view(rows)[slots] = v
     return _rotate(q, table)
 
 
@@ -154,5 +155,6 @@ def launch(
         HALF=dim // 2,
         BLOCK=next_power_of_2(dim // 2),
         num_warps=1,
+        enable_fp_fusion=True,
     )
     return rotated

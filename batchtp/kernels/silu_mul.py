@@ -54,5 +54,13 @@ def launch(gate_up: Tensor) -> Tensor:
     y = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         grid = (rows, -(-width // _BLOCK_I))
-        _silu_mul[grid](gate_up, y, width, gate_up.stride(0), BLOCK_I=_BLOCK_I, num_warps=4)
+        _silu_mul[grid](
+            gate_up,
+            y,
+            width,
+            gate_up.stride(0),
+            BLOCK_I=_BLOCK_I,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     return y
