@@ -95,7 +95,7 @@ def _signalled(seen: Evidence) -> str:
     if seen.exit_status is None or seen.exit_status >= 0 or seen.exit_status == -signal.SIGABRT:
         return ""
     name = signal.Signals(-seen.exit_status).name
-    hint = ", by the kernel if memory ran out" if name == "SIGKILL" else ""
+    hint = " (as the kernel does when memory runs out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 

@@ -10,11 +10,17 @@ _DELAYS_SECS = (0.0, 1.0, 5.0, 30.0)
 
 
 class RestartPolicy:
-    """At most `limit` restarts in `window_secs`, further and further apart."""
+    """At most `limit` restarts in `window_secs`; the nth of them waits `delays_secs[n]`."""
 
-    def __init__(self, limit: int, window_secs: float = 600.0) -> None:
+    def __init__(
+        self,
+        limit: int,
+        window_secs: float = 600.0,
+        delays_secs: tuple[float, ...] = _DELAYS_SECS,
+    ) -> None:
         self.limit = limit
         self.window_secs = window_secs
+        self._delays_secs = delays_secs
         self._times: deque[float] = deque()
 
     def next_delay(self, now: float) -> float | None:
@@ -24,4 +30,4 @@ class RestartPolicy:
         if len(self._times) >= self.limit:
             return None
         self._times.append(now)
-        return _DELAYS_SECS[min(len(self._times) - 1, len(_DELAYS_SECS) - 1)]
+        return self._delays_secs[min(len(self._times), len(self._delays_secs)) - 1]

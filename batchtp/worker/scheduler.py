@@ -77,11 +77,11 @@ class Scheduler:
         for sequence in [*running, *waiting]:
             self.add(sequence)
 
-    def accuse(self, sequences: Iterable[Sequence]) -> None:
-        """These were in a step that faulted."""
-        for sequence in sequences:
+    def accuse(self, members: Iterable[tuple[Sequence, Slice]]) -> None:
+        """These were in a step that faulted, with these parts of its plan."""
+        for sequence, part in members:
             sequence.faults += 1
-            sequence.fault_length = sequence.length
+            sequence.fault_end = part.start + len(part.token_ids)
             if sequence.faults == ALONE_AFTER_FAULTS:
                 insort(self._suspects, sequence, key=_age)
 
@@ -106,7 +106,7 @@ class Scheduler:
     def advance(self, sequence: Sequence, part: Slice) -> None:
         """Note that this part of a plan is in the cache now, and its token, if any, drawn."""
         sequence.computed += len(part.token_ids)
-        if sequence.faults and sequence.length > sequence.fault_length:
+        if sequence.faults and sequence.computed >= sequence.fault_end:
             sequence.faults = 0
             if sequence in self._suspects:
                 self._suspects.remove(sequence)

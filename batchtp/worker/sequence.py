@@ -13,8 +13,8 @@ class Sequence:
     """A request in the engine. Ranks hold its keys and values only, and those can be made again.
 
     `computed` counts tokens whose keys and values are in the cache. `most_tokens` is the output
-    limit after the context clamped it. `faults` counts faulted steps it was in, and `fault_length`
-    is how long it was in the last of them: growing past that alone proves it innocent.
+    limit after the context clamped it. `faults` counts faulted steps it was in, and `fault_end`
+    is how far the last of them would have come: what gets there is innocent.
     """
 
     id: int
@@ -27,7 +27,7 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     faults: int = 0
-    fault_length: int = 0
+    fault_end: int = 0
 
     @property
     def key(self) -> RequestKey:

@@ -52,12 +52,22 @@ _END_SECS = 60.0
 
 
 class Supervisor:
-    """The real Engine. `start` returns once the first generation can take work."""
+    """The real Engine. `start` returns once the first generation can take work.
 
-    def __init__(self, settings: Settings, *, rank_command: Items[str] = RANK_COMMAND) -> None:
+    `rank_command` is what runs a rank, to which `--fd N` is added. `restarts` replaces the policy
+    that the settings ask for.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        rank_command: Items[str] = RANK_COMMAND,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
         self._settings = settings
         self._command = tuple(rank_command)
-        self._restarts = RestartPolicy(settings.max_restarts)
+        self._restarts = restarts or RestartPolicy(settings.max_restarts)
         self._jobs = Unfinished()
         self._ids = itertools.count()
         self._up = threading.Event()
@@ -70,7 +80,7 @@ class Supervisor:
         self._pids: tuple[int, ...] = ()
         self._model: ModelOnDisk
         self._config: GroupConfig
-        self._limits: Limits
+        self._limits = Limits(0, 0, 0)
         self._scheduler: Scheduler
 
     def start(self) -> None:
@@ -244,11 +254,12 @@ class Supervisor:
 
     def _accuse(self, plan: Plan) -> None:
         """Only a sequence that was alone is sure to be the cause."""
-        members = [self._jobs[part.sequence_id] for part in plan.slices]
-        self._scheduler.accuse(job.sequence for job in members)
-        suspect = members[0]
+        self._scheduler.accuse(
+            (self._jobs[part.sequence_id].sequence, part) for part in plan.slices
+        )
+        suspect = self._jobs[plan.slices[0].sequence_id]
         faults = suspect.sequence.faults
-        if len(members) == 1 and faults >= self._settings.max_attempts:
+        if len(plan.slices) == 1 and faults >= self._settings.max_attempts:
             message = f"The group faulted {faults} times on this request, and on it alone."
             self._finish(suspect, FinishReason.ERROR, Failure("engine_fault", message))
 

@@ -59,7 +59,7 @@ class Simulation:
         self.scheduler.remove(self.live.pop(number))
 
     def lose_group(self, plan: Plan) -> None:
-        self.scheduler.accuse(self.live[part.sequence_id] for part in plan.slices)
+        self.scheduler.accuse((self.live[part.sequence_id], part) for part in plan.slices)
         self.cache = {}
         self.scheduler.restart(BlockPool(self.pool_blocks, BLOCK_SIZE))
 
@@ -178,7 +178,7 @@ def test_a_full_pool_preempts_the_youngest_and_finishes_all() -> None:
     group.finish()
     group.check_texts()
     assert group.scheduler.preemptions > 0
-    assert list(group.done)[0] == 0
+    assert next(iter(group.done)) == 0
 
 
 def test_preemption_does_not_thrash() -> None:
@@ -227,6 +227,21 @@ def test_after_two_faults_suspects_run_alone_until_they_are_past_it() -> None:
     plan = group.plan()
     assert plan is not None
     assert len(plan.slices) == 3
+    group.finish()
+    group.check_texts()
+
+
+def test_a_long_prompt_is_innocent_once_past_the_chunk_that_faulted() -> None:
+    group = Simulation(64, budget=8)
+    group.add(make_sequence(0, prompt_of(0, 60), 2))
+    for fault_at in (1, 3, 5):
+        for step in range(fault_at + 1):
+            plan = group.plan()
+            assert plan is not None
+            if step < fault_at:
+                group.run(plan)
+        group.lose_group(plan)
+        assert group.live[0].faults == 1
     group.finish()
     group.check_texts()
 
