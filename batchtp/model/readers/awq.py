@@ -18,6 +18,8 @@ from batchtp.model.readers.safetensors import TensorFiles
 _PER_WORD = 8
 # The column of each nibble, lowest first.
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+# A transpose in three steps: the distance of the rows exchanged, and the nibbles that stay.
+_SWAPS = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 
 
 class AwqReader:
@@ -52,16 +54,27 @@ class AwqReader:
 
 
 def _repacked(words: Tensor) -> Tensor:
-    """Words along N to words along K, without ever holding the nibbles one by one."""
+    """Words along N to words along K: each 8 by 8 square of nibbles transposed in place."""
     k, packed_n = words.shape
-    out = torch.zeros(
-        (-(-k // _PER_WORD), packed_n, _PER_WORD), dtype=torch.int32, device=words.device
-    )
-    for row in range(_PER_WORD):
-        part = words[row::_PER_WORD]
-        for nibble, column in enumerate(_COLUMNS):
-            out[: part.shape[0], :, column] |= ((part >> (4 * nibble)) & 15) << (4 * row)
+    padding = -k % _PER_WORD
+    if padding:
+        words = torch.cat((words, words.new_zeros((padding, packed_n))))
+    rows = [words[i::_PER_WORD].clone() for i in range(_PER_WORD)]
+    for distance, low in _SWAPS:
+        for i in range(_PER_WORD):
+            if not i & distance:
+                _swap(rows[i], rows[i + distance], 4 * distance, low)
+    out = words.new_empty((rows[0].shape[0], packed_n, _PER_WORD))
+    for nibble, column in enumerate(_COLUMNS):
+        out[:, :, column] = rows[nibble]
     return out.flatten(1)
+
+
+def _swap(a: Tensor, b: Tensor, shift: int, low: int) -> None:
+    """Exchange the nibbles of a above `shift` with those of b below it, in place."""
+    differ = ((a >> shift) ^ b) & low
+    b ^= differ
+    a ^= differ << shift
 
 
 def _nibbles(words: Tensor) -> Tensor:
