@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 # Sequences that decode are attended to together, padded to the longest; this bounds the padding's
 # memory, in elements of one gathered K or V.
 _MOST_GATHERED = 1 << 26
+# A short sequence is not padded to more than this times its length: one long neighbour of nine
+# short ones made a step twelve times slower.
+_MOST_STRETCH = 2
 
 
 def reference(
@@ -85,7 +88,8 @@ def _groups(decoding: list[int], lengths: list[int], row: int) -> list[list[int]
     """Runs of decoding sequences of like length, each within the bound on padded elements."""
     groups: list[list[int]] = []
     for s in sorted(decoding, key=lambda s: lengths[s]):
-        if not groups or (len(groups[-1]) + 1) * lengths[s] * row > _MOST_GATHERED:
+        full = groups and (len(groups[-1]) + 1) * lengths[s] * row > _MOST_GATHERED
+        if not groups or full or lengths[s] > _MOST_STRETCH * lengths[groups[-1][0]]:
             groups.append([])
         groups[-1].append(s)
     return groups
