@@ -26,7 +26,7 @@ Model = Annotated[
 ]
 Tp = Annotated[
     int | None,
-    typer.Option("--tp", help="Tensor-parallel degree.", min=1, max=64, show_default=False),
+    typer.Option("--tp", help="Tensor-parallel degree.", show_default=False),
 ]
 Device = Annotated[
     str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default=False)

@@ -17,33 +17,38 @@ _LINE_EVERY_SECS = 5.0
 
 
 class Pace:
-    """Rates over the last few seconds of what it is told."""
+    """How fast a batch goes, from looks at it."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
+        self._first: tuple[float, int] | None = None
 
     def add(self, at_secs: float, tokens: int, rows: int) -> None:
         """At this time so many tokens were written and so many rows were done."""
+        if self._seen and tokens < self._seen[-1][1]:
+            # Rows whose worker was lost are generated again.
+            self._seen.clear()
         self._seen.append((at_secs, tokens, rows))
+        self._first = self._first or (at_secs, rows)
         while len(self._seen) > 2 and at_secs - self._seen[0][0] > _WINDOW_SECS:
             self._seen.popleft()
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens written per second; 0 while unknown."""
-        return self._rate(1)
-
-    def eta_secs(self, rows_left: int, elapsed_secs: float) -> float | None:
-        """Seconds until the last row at the overall pace; None while no row is done."""
-        rows_done = self._seen[-1][2] if self._seen else 0
-        return rows_left * elapsed_secs / rows_done if rows_done else None
-
-    def _rate(self, column: int) -> float:
         if len(self._seen) < 2:
             return 0.0
         first, last = self._seen[0], self._seen[-1]
         span = last[0] - first[0]
-        return (last[column] - first[column]) / span if span > 0 else 0.0
+        return (last[1] - first[1]) / span if span > 0 else 0.0
+
+    def eta_secs(self, total_rows: int) -> float | None:
+        """Seconds until the last row, at the pace since the first look; None while unknown."""
+        if self._first is None:
+            return None
+        at_secs, rows = self._seen[-1][0], self._seen[-1][2]
+        done = rows - self._first[1]
+        return (total_rows - rows) * (at_secs - self._first[0]) / done if done > 0 else None
 
 
 class ProgressView:
@@ -53,8 +58,7 @@ class ProgressView:
         console = Console(stderr=True, highlight=False)
         self._live = console.is_terminal
         self._pace = Pace()
-        self._started = time.monotonic()
-        self._last_line = self._started - _LINE_EVERY_SECS
+        self._last_line = time.monotonic() - _LINE_EVERY_SECS
         self._console = console
         self._bar = Progress(
             SpinnerColumn(),
@@ -93,7 +97,7 @@ class ProgressView:
         counts = status.counts
         done = counts.completed + counts.failed
         self._pace.add(now, status.usage.completion_tokens, done)
-        text = self._text(status, now)
+        text = self._text(status)
         if self._live:
             self._bar.update(
                 self._task,
@@ -106,14 +110,14 @@ class ProgressView:
             self._last_line = now
             self._console.print(f"{status.state.value}: {text}", markup=False)
 
-    def _text(self, status: BatchStatus, now: float) -> str:
+    def _text(self, status: BatchStatus) -> str:
         counts = status.counts
         done = counts.completed + counts.failed
         parts = [f"{done}/{counts.total}"]
         if counts.failed:
             parts.append(f"{counts.failed} failed")
         parts.append(f"{self._pace.tokens_per_second:.1f} tokens/s")
-        left = self._pace.eta_secs(counts.total - done, now - self._started)
+        left = self._pace.eta_secs(counts.total)
         if left is not None and not status.state.final:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)

@@ -103,7 +103,7 @@ def test_debug_shows_the_traceback(cli: CliRunner, monkeypatch: pytest.MonkeyPat
         (["empty.jsonl"], 2, "empty.jsonl is empty"),
         (["good.jsonl", "--output", "no/where.jsonl"], 2, "there is no directory"),
         (["good.jsonl", "--model", "no-such-model"], 6, "no-such-model"),
-        (["good.jsonl", "--tp", "0"], 2, "0 is not in the range"),
+        (["good.jsonl", "--tp", "0"], 2, "0 is below the least value, 1"),
         (["good.jsonl", "--device", "tpu"], 2, "not one of auto, cpu, cuda"),
     ],
 )
@@ -146,9 +146,12 @@ def test_an_interrupted_run_keeps_its_batch_id(tmp_path: Path) -> None:
 def test_pace_and_durations() -> None:
     pace = Pace()
     assert pace.tokens_per_second == 0.0
-    assert pace.eta_secs(4, 10.0) is None
-    for second in range(30):
-        pace.add(float(second), 10 * second, second // 10)
+    assert pace.eta_secs(4) is None
+    # Five rows were done before: a resumed batch.
+    for second in range(31):
+        pace.add(float(second), 10 * second, 5 + second // 10)
     assert pace.tokens_per_second == pytest.approx(10.0)
-    assert pace.eta_secs(4, 30.0) == pytest.approx(60.0)
+    assert pace.eta_secs(12) == pytest.approx(40.0)
+    pace.add(31.0, 0, 8)
+    assert pace.tokens_per_second == 0.0
     assert [duration(s) for s in (4.6, 65, 3700)] == ["5 s", "1:05 min", "1:01 h"]
