@@ -44,6 +44,11 @@ def celery_settings(settings: Settings) -> dict[str, Any]:
             # timeout and no longer.
             "unacked_restore_interval": 2,
             "unacked_restore_throttle": 1,
+            # A publisher gives up instead of trying to connect for ever.
+            "max_retries": 3,
+            "interval_start": 0.2,
+            "interval_step": 0.3,
+            "interval_max": 1.0,
             **socket_options(),
         },
         "redis_socket_timeout": 10,

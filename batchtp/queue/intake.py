@@ -36,11 +36,13 @@ class Intake:
         """A chunk of requests. A malformed message is logged and dropped: it names nobody."""
         try:
             head = wire.read_head(head_document)
+            if not wire.is_count(seq):
+                raise RequestError("invalid_message", "The chunk has no number.")
             rows, digest = wire.unpack(packed)
         except RequestError as error:
             log.error("dropped a malformed intake message: %s", error)
             return
-        self._told(head, intake.add_chunk(self._store, head, int(seq), digest, rows))
+        self._told(head, intake.add_chunk(self._store, head, seq, digest, rows))
 
     def seal(self, head_document: Mapping[str, Any], document: Mapping[str, Any]) -> None:
         """The end of a submission."""
@@ -63,6 +65,8 @@ class Intake:
 
 def _read_seal(document: Mapping[str, Any]) -> Seal:
     match document:
-        case {"total": int(total), "chunk_count": int(count), "digest": str(digest)}:
+        case {"total": total, "chunk_count": count, "digest": str(digest)} if (
+            wire.is_count(total) and wire.is_count(count) and digest.isalnum()
+        ):
             return Seal(total, count, digest)
     raise RequestError("invalid_message", "The seal is malformed.")

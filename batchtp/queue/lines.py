@@ -63,15 +63,14 @@ class LineChecker:
             )
         try:
             payload = json.dumps(parsed.payload, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RequestError("invalid_request", f"The request is not JSON: {error}.") from None
         return IncomingRequest(index, line, parsed.custom_id, parsed.request.endpoint, payload)
 
     def _bad(
         self, index: int, line: int, raw: bytes | Mapping[str, Any], error: RequestError
     ) -> IncomingRequest:
-        text = raw if isinstance(raw, bytes) else json.dumps(raw, default=str).encode()
-        custom_id = f"request-{line}" if self._text else custom_id_of(text, line)
+        custom_id = f"request-{line}" if self._text else custom_id_of(raw, line)
         return IncomingRequest(
             index,
             line,

@@ -57,10 +57,10 @@ def parse_document(document: Any, line: int, *, model: str) -> ParsedLine:
     )
 
 
-def custom_id_of(raw: bytes, line: int) -> str:
+def custom_id_of(raw: bytes | Mapping[str, Any], line: int) -> str:
     """The custom_id of a line that may be bad in other ways, for its error row."""
     try:
-        document = json.loads(raw)
+        document = json.loads(raw) if isinstance(raw, bytes) else dict(raw)
     except (ValueError, RecursionError):
         return f"request-{line}"
     found = document.get("custom_id", document.get("id")) if isinstance(document, dict) else None
@@ -76,12 +76,10 @@ def parse_body(
     known = set(_READERS) | set(_FIXED) | _IGNORED | {prompt_field}
     for name in body:
         if name not in known:
-            raise RequestError("unknown_parameter", f"{name!r} is not supported.", name)
+            raise RequestError("unknown_parameter", f"{name!r} is not supported.", str(name))
     for name, allowed in _FIXED.items():
-        if name in body and body[name] not in allowed:
-            raise RequestError(
-                "unsupported_value", f"{name} can only be {allowed[0]!r} here.", name
-            )
+        if name in body and not _is_same(body[name], allowed):
+            raise RequestError("unsupported_value", f"{name} can only be {allowed!r} here.", name)
     if prompt_field not in body:
         raise RequestError("missing_field", f"{prompt_field} is missing.", prompt_field)
     values: dict[str, Any] = {}
@@ -207,7 +205,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         if not value.strip():
             raise RequestError("empty_prompt", "The prompt is empty.", "prompt")
         return value
-    if isinstance(value, list) and all(_is_int(token) for token in value):
+    if isinstance(value, list) and all(_is_token_id(token) for token in value):
         if not value:
             raise RequestError("empty_prompt", "The prompt is empty.", "prompt")
         return tuple(value)
@@ -216,8 +214,17 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     )
 
 
+def _is_same(value: Any, allowed: int | bool) -> bool:
+    """Equal, and true is not 1."""
+    return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_int(value) and 0 <= value <= _MOST_TOKENS
 
 
 def _integer(low: int, high: int) -> Callable[[str, Any], int]:
@@ -258,7 +265,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(_is_int(v) and 0 <= v < 2**31 for v in value):
+    if not isinstance(value, list) or not all(_is_token_id(v) for v in value):
         raise RequestError("invalid_value", f"{name} must be a list of token ids.", name)
     return tuple(value)
 
@@ -276,13 +283,13 @@ _READERS: dict[str, tuple[str, _Reader]] = {
     "ignore_eos": ("ignore_eos", _flag),
 }
 # Parameters that may be there as long as they ask for nothing.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stream": (False,),
-    "logprobs": (False,),
-    "echo": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+_FIXED: dict[str, int | bool] = {
+    "n": 1,
+    "stream": False,
+    "logprobs": False,
+    "echo": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
 }
 # Say nothing about the text that is wanted.
 _IGNORED = {"model", "user", "metadata"}

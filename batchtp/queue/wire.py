@@ -16,6 +16,7 @@ from typing import Any
 from batchtp.core import Endpoint, Failure
 from batchtp.errors import RequestError
 from batchtp.store.intake import BatchHead, IncomingRequest
+from batchtp.store.leases import storable
 
 # A chunk is about 1 MB of JSON; one line may be longer, and none is longer than this.
 _MOST_BYTES = 64 << 20
@@ -36,7 +37,14 @@ def unpack(packed: str) -> tuple[list[IncomingRequest], str]:
         if inflater.unconsumed_tail:
             raise RequestError("invalid_message", "The chunk is too large.")
         rows = [_row(row) for row in json.loads(content)]
-    except (zlib.error, binascii.Error, ValueError, KeyError, TypeError) as error:
+    except (
+        zlib.error,
+        binascii.Error,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise RequestError("invalid_message", f"The chunk is malformed: {error}") from error
     return rows, hashlib.sha256(content).hexdigest()
 
@@ -59,7 +67,7 @@ def read_head(document: Mapping[str, Any]) -> BatchHead:
             "model": str(model),
             "priority": int(priority),
             "metadata": dict(metadata),
-        } if 0 < len(batch_id) <= 512 and 0 < len(model) <= 512 and abs(priority) < 2**31:
+        } if _is_name(batch_id) and _is_name(model) and abs(priority) < 2**31:
             return BatchHead(batch_id, model, priority, metadata)
     raise RequestError("invalid_message", "The message does not name its batch.")
 
@@ -79,13 +87,28 @@ def _plain(row: IncomingRequest) -> list[Any]:
 def _row(document: Any) -> IncomingRequest:
     index, line, custom_id, endpoint, payload, failure = document
     checked = (
-        isinstance(index, int)
-        and isinstance(line, int)
-        and isinstance(custom_id, str)
+        is_count(index)
+        and is_count(line)
+        and _is_name(custom_id)
         and endpoint in set(Endpoint)
-        and (isinstance(payload, str) or failure is not None)
+        and (payload is None or (isinstance(payload, str) and payload.isascii()))
+        and (payload is None) == (failure is not None)
     )
     if not checked:
         raise ValueError("a row is not of the expected form")
-    found = Failure(str(failure[0]), str(failure[1]), failure[2], line) if failure else None
+    found = _failure(failure, line) if failure is not None else None
     return IncomingRequest(index, line, custom_id, endpoint, payload, found)
+
+
+def _failure(document: Any, line: int) -> Failure:
+    code, message, param = (None if text is None else storable(str(text))[0] for text in document)
+    return Failure(str(code), str(message), param, line)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a number that the database can hold as one."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 512 and not storable(value)[1]

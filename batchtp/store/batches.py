@@ -57,7 +57,7 @@ _CLOSE_ANSWERED = """
 FAIL_UNANSWERED = """
     insert into completions (batch_id, "index", endpoint, text, token_ids, prompt_tokens,
         completion_tokens, finish_reason, error_code, error_message, fence, generation)
-    select r.batch_id, r."index", coalesce(r.payload::json ->> 'url', '/v1/chat/completions'),
+    select r.batch_id, r."index", r.endpoint,
         '', '{}', 0, 0, :reason, :code, :message, c.fence, 0
     from chunks c join requests r on r.batch_id = c.batch_id and r.chunk_seq = c.seq
     where c.batch_id = :id and (c.seq = :seq or :seq is null) and c.state in ('pending', 'ready')
@@ -90,24 +90,39 @@ def cancel(store: Store, batch_id: str) -> None:
     Nothing happens to a batch that has ended. Raises BatchNotFoundError.
     """
     with store.transaction() as connection:
-        row = connection.execute(
-            sa.select(batches.c.state)
-            .where(batches.c.id == batch_id)
-            .with_for_update(key_share=True)
-        ).first()
-        if row is None:
+        state = lock_state(connection, batch_id)
+        if state is None:
             raise BatchNotFoundError(f"There is no batch {batch_id}.")
-        if BatchState(row.state).final:
+        if state.final:
             return
         connection.execute(
             sa.update(batches).where(batches.c.id == batch_id).values(state=BatchState.CANCELLING)
         )
-        end_idle_chunks(connection, batch_id)
+        _end_idle_chunks(connection, batch_id)
         finish_if_done(connection, batch_id)
 
 
-def end_idle_chunks(connection: sa.Connection, batch_id: str) -> None:
-    """Fail what a cancelled batch has in chunks that nobody holds."""
+def end_if_cancelled(store: Store, batch_id: str) -> None:
+    """If the batch is being cancelled, end its chunks that nobody holds, and it if that was all."""
+    with store.transaction() as connection:
+        if lock_state(connection, batch_id) is BatchState.CANCELLING:
+            _end_idle_chunks(connection, batch_id)
+            finish_if_done(connection, batch_id)
+
+
+def lock_state(connection: sa.Connection, batch_id: str) -> BatchState | None:
+    """The batch's state, which stays so for this transaction; None if there is no such batch.
+
+    The lock leaves the key alone: rows that point at the batch may go on being written. Whoever
+    takes it takes it before the lock of any chunk.
+    """
+    state = connection.execute(
+        sa.select(batches.c.state).where(batches.c.id == batch_id).with_for_update(key_share=True)
+    ).scalar()
+    return None if state is None else BatchState(state)
+
+
+def _end_idle_chunks(connection: sa.Connection, batch_id: str) -> None:
     parameters = {
         "id": batch_id,
         "seq": None,
@@ -148,6 +163,8 @@ def close_answered_chunks(connection: sa.Connection, batch_id: str) -> None:
 
 def finish_if_done(connection: sa.Connection, batch_id: str) -> bool:
     """End the batch and freeze its counts if every chunk is done; whether it did."""
+    # A statement that first waits for the row would judge the chunks as they were before it waited.
+    lock_state(connection, batch_id)
     return connection.execute(sa.text(_FINISH), {"id": batch_id}).rowcount > 0
 
 

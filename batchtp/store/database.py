@@ -33,6 +33,8 @@ class Store:
         self.engine = sa.create_engine(
             database_url,
             connect_args=_CONNECT_ARGS,
+            # Errors are logged; prompts are not.
+            hide_parameters=True,
             pool_pre_ping=True,
             pool_size=8,
             max_overflow=24,

@@ -70,18 +70,16 @@ def add_chunk(
     """Put a chunk's rows in, once; the acceptance if that completed a sealed batch."""
     with store.transaction() as connection:
         _add_batch(connection, head)
-        values = {
-            "batch_id": head.batch_id,
-            "seq": seq,
-            "model": head.model,
-            "priority": head.priority,
-            "state": ChunkState.PENDING,
-            "count": len(rows),
-            "digest": digest,
-        }
-        statement = insert(chunks).values(values).on_conflict_do_nothing()
-        if connection.execute(statement).rowcount:
-            _add_rows(connection, head, seq, rows)
+        # A share lock: chunks of one batch come in side by side, and none after its acceptance.
+        state = connection.execute(
+            sa.select(batch_table.c.state)
+            .where(batch_table.c.id == head.batch_id)
+            .with_for_update(read=True)
+        ).scalar_one()
+        if state == BatchState.VALIDATING:
+            _add_rows(connection, head, seq, digest, rows)
+    # On its own, for it takes a lock that would wait for the shared one of another chunk's intake.
+    with store.transaction() as connection:
         return _accept_if_complete(connection, head.batch_id)
 
 
@@ -89,6 +87,7 @@ def seal(store: Store, head: BatchHead, seal: Seal) -> Acceptance | None:
     """Note how much the batch must have; the acceptance if all of it is there already."""
     with store.transaction() as connection:
         _add_batch(connection, head)
+        batches.lock_state(connection, head.batch_id)
         connection.execute(
             sa.update(batch_table)
             .where(batch_table.c.id == head.batch_id, batch_table.c.digest.is_(None))
@@ -112,10 +111,27 @@ def _add_batch(connection: sa.Connection, head: BatchHead) -> None:
 
 
 def _add_rows(
-    connection: sa.Connection, head: BatchHead, seq: int, rows: Sequence[IncomingRequest]
+    connection: sa.Connection,
+    head: BatchHead,
+    seq: int,
+    digest: str,
+    rows: Sequence[IncomingRequest],
 ) -> None:
+    values = {
+        "batch_id": head.batch_id,
+        "seq": seq,
+        "model": head.model,
+        "priority": head.priority,
+        "state": ChunkState.PENDING,
+        "count": len(rows),
+        "digest": digest,
+    }
+    statement = insert(chunks).values(values).on_conflict_do_nothing()
+    if not connection.execute(statement).rowcount:
+        return
     connection.execute(
-        insert(requests),
+        # Rows of another submission under the same id may be there; the digest will tell.
+        insert(requests).on_conflict_do_nothing(),
         [
             {
                 "batch_id": head.batch_id,
@@ -123,6 +139,7 @@ def _add_rows(
                 "chunk_seq": seq,
                 "line": row.line,
                 "custom_id": row.custom_id,
+                "endpoint": row.endpoint,
                 "payload": row.payload,
             }
             for row in rows
@@ -152,16 +169,13 @@ def _add_rows(
 
 
 def _accept_if_complete(connection: sa.Connection, batch_id: str) -> Acceptance | None:
-    # The row lock makes two messages that each complete the batch take turns. It leaves the key
-    # alone, which foreign keys of both have share-locked already: they would deadlock otherwise.
-    batch = connection.execute(
-        sa.select(batch_table).where(batch_table.c.id == batch_id).with_for_update(key_share=True)
-    ).one()
+    # Two messages that each complete the batch take turns.
+    batches.lock_state(connection, batch_id)
+    batch = connection.execute(sa.select(batch_table).where(batch_table.c.id == batch_id)).one()
     if batch.digest is None:
         return None
     if batch.state != BatchState.VALIDATING:
-        failure = Failure(batch.error_code, batch.error_message) if batch.error_code else None
-        return Acceptance(batch.digest, batch.total, failure)
+        return Acceptance(batch.digest, batch.total, _why_not(batch))
     stored = connection.execute(
         sa.select(chunks.c.digest, chunks.c.count.label("rows"))
         .where(chunks.c.batch_id == batch_id)
@@ -180,6 +194,14 @@ def _accept_if_complete(connection: sa.Connection, batch_id: str) -> Acceptance 
         return Acceptance(batch.digest, batch.total, failure, newly=True)
     _open(connection, batch_id)
     return Acceptance(batch.digest, batch.total, newly=True)
+
+
+def _why_not(batch: sa.Row[Any]) -> Failure | None:
+    if batch.error_code:
+        return Failure(batch.error_code, batch.error_message)
+    if batch.accepted_at is None:
+        return Failure("batch_cancelled", "It was cancelled before it was complete.")
+    return None
 
 
 def _open(connection: sa.Connection, batch_id: str) -> None:

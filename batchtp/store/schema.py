@@ -31,7 +31,7 @@ batches = sa.Table(
     sa.Column("model", sa.Text, nullable=False),
     sa.Column("state", sa.Text, nullable=False),
     sa.Column("priority", sa.Integer, nullable=False, server_default="0"),
-    sa.Column("metadata", pg.JSON, nullable=False, server_default="{}"),
+    sa.Column("metadata", pg.JSON, nullable=False),
     # Known once sealed.
     sa.Column("total", sa.Integer),
     sa.Column("chunk_count", sa.Integer),
@@ -97,6 +97,7 @@ requests = sa.Table(
     sa.Column("chunk_seq", sa.Integer, nullable=False),
     sa.Column("line", sa.Integer, nullable=False),
     sa.Column("custom_id", sa.Text, nullable=False),
+    sa.Column("endpoint", sa.Text, nullable=False, server_default="/v1/chat/completions"),
     # JSON, pure ASCII; null for a line that was bad at submission.
     sa.Column("payload", sa.Text),
     sa.PrimaryKeyConstraint("batch_id", "index"),

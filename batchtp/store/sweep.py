@@ -22,9 +22,11 @@ _EXHAUSTED = """
 
 _OPEN_ENDS = """
     select b.id from batches b
-    where b.finished_at is null and b.state in ('in_progress', 'cancelling') and not exists (
+    where b.finished_at is null and b.state = 'in_progress' and not exists (
         select 1 from chunks c where c.batch_id = b.id and c.state <> 'done')
 """
+
+_CANCELLING = "select id from batches where finished_at is null and state = 'cancelling'"
 
 _WAITING = """
     select model, count(*) as chunks from chunks
@@ -32,20 +34,25 @@ _WAITING = """
     group by model
 """
 
-_PURGE = """
-    delete from batches where id in (
-        select id from batches
-        where finished_at < now() - make_interval(secs => :age_secs)
-        order by finished_at limit 10)
+_OLD = """
+    select id from batches where finished_at < now() - make_interval(secs => :age_secs)
+    order by finished_at limit 10
+"""
+
+# In slices: a batch of millions of rows does not fit into one statement's time.
+_PURGE_SLICE = """
+    delete from {table} where batch_id = :id and "index" in (
+        select "index" from {table} where batch_id = :id order by "index" limit 10000)
 """
 
 
 def sweep(
-    store: Store, *, max_attempts: int, waiting_secs: float, retention_secs: float
+    store: Store, *, max_attempts: int, waiting_secs: float, expire: bool = True
 ) -> dict[str, int]:
     """Put things right, on one worker at a time; waiting chunks by model, to ring for.
 
-    `waiting_secs`: a chunk that has been ready for less is on its way anyhow.
+    `waiting_secs`: a chunk that has been ready for less is on its way anyhow. `expire`: whether
+    leases that have expired end.
     """
     with store.transaction() as connection:
         mine = connection.execute(
@@ -53,17 +60,38 @@ def sweep(
         ).scalar_one()
         if not mine:
             return {}
-        for row in connection.execute(sa.text(_EXPIRED)).all():
+        for row in connection.execute(sa.text(_EXPIRED)).all() if expire else ():
             if row.attempts >= max_attempts:
                 _give_up(connection, row.batch_id, row.seq, row.attempts)
-        cancelling = "select id from batches where state = 'cancelling'"
-        for batch_id in connection.execute(sa.text(cancelling)).scalars().all():
-            batches.end_idle_chunks(connection, batch_id)
-        for batch_id in connection.execute(sa.text(_OPEN_ENDS)).scalars().all():
+    # Each in a transaction of its own, which locks its batch first.
+    for batch_id in _ids(store, _CANCELLING):
+        batches.end_if_cancelled(store, batch_id)
+    for batch_id in _ids(store, _OPEN_ENDS):
+        with store.transaction() as connection:
             batches.finish_if_done(connection, batch_id)
-        connection.execute(sa.text(_PURGE), {"age_secs": retention_secs})
+    with store.transaction() as connection:
         waiting = connection.execute(sa.text(_WAITING), {"age_secs": waiting_secs}).all()
     return {row.model: row.chunks for row in waiting}
+
+
+def purge(store: Store, retention_secs: float) -> int:
+    """Delete batches that ended longer ago than this, with all their rows; how many there were."""
+    old = _ids(store, _OLD, age_secs=retention_secs)
+    for batch_id in old:
+        for table in ("completions", "requests"):
+            slice_of = sa.text(_PURGE_SLICE.format(table=table))
+            deleted = 1
+            while deleted:
+                with store.transaction() as connection:
+                    deleted = connection.execute(slice_of, {"id": batch_id}).rowcount
+        with store.transaction() as connection:
+            connection.execute(sa.text("delete from batches where id = :id"), {"id": batch_id})
+    return len(old)
+
+
+def _ids(store: Store, query: str, **parameters: object) -> list[str]:
+    with store.transaction() as connection:
+        return list(connection.execute(sa.text(query), parameters).scalars())
 
 
 def _give_up(connection: sa.Connection, batch_id: str, seq: int, attempts: int) -> None:

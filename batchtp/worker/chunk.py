@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import time
@@ -63,22 +64,31 @@ class ChunkWork:
         self._cancelled = False
 
     def run(self) -> ChunkEnd:
-        """Until every row is written, the lease is lost, or the worker stops."""
+        """Until every row is written, the lease is lost, or the worker stops.
+
+        Raises DatabaseUnavailableError when the chunk's end cannot be written; its lease expires.
+        """
         try:
-            self._submit()
-            while self._open or self._unwritten:
-                if self._open and (self._stopping() or self._engine.failure() is not None):
-                    return self._hand_back()
-                self._gather()
-                self._write()
-                self._beat()
-            leases.finish(self._store, self._lease)
+            return self._run()
         except LeaseLostError as error:
             log.warning("%s", error)
-            self._engine.cancel(self._open)
             return ChunkEnd(finished=False)
+        finally:
+            # However it ended: nobody waits for what still runs.
+            self._engine.cancel(self._open)
+
+    def _run(self) -> ChunkEnd:
+        try:
+            self._submit()
         except GroupStoppedError:
             return self._hand_back()
+        while self._open or self._unwritten:
+            if self._stopping() or self._engine.failure() is not None:
+                return self._hand_back()
+            self._gather()
+            self._write()
+            self._beat()
+        leases.finish(self._store, self._lease)
         return ChunkEnd(finished=True)
 
     def _submit(self) -> None:
@@ -99,9 +109,9 @@ class ChunkWork:
     def _gather(self) -> None:
         """Wait for a completion, then take those that come close behind it."""
         wait_secs = min(max(self._next_beat - time.monotonic(), 0.0), _RETRY_SECS)
-        if not self._open:
-            # Only writing is left to do, and it failed: the database gets a moment.
-            time.sleep(wait_secs)
+        if self._unwritten:
+            # The last write failed: the database gets a moment, completions wait in their queue.
+            time.sleep(_RETRY_SECS)
             return
         until = 0.0
         while len(self._unwritten) < _GATHER_ROWS and self._open:
@@ -154,7 +164,12 @@ class ChunkWork:
         """Write what is finished and let another worker have the rest at once."""
         self._engine.cancel(self._open)
         self._write()
-        leases.hand_back(self._store, self._lease)
+        failure = self._engine.failure()
+        if failure is None:
+            leases.hand_back(self._store, self._lease)
+        else:
+            # It may be this chunk that broke the engine: the attempt counts.
+            leases.give_up(self._store, self._lease)
         log.info(
             "handed a chunk back",
             extra={"batch_id": self._lease.batch_id, "chunk": self._lease.seq},
@@ -164,10 +179,10 @@ class ChunkWork:
 
 def _request(key: RequestKey, leased: LeasedRequest) -> GenerationRequest:
     """The stored line, checked again: what came through a queue is a hint."""
-    payload = leased.payload
     try:
+        payload = json.loads(leased.payload)
         url, body = Endpoint(payload["url"]), dict(payload["body"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise RequestError("invalid_request", "The stored request is malformed.") from None
     return parse_body(key, leased.custom_id, url, body)
 
