@@ -17,7 +17,7 @@ import pickle
 import socket
 import struct
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 _LENGTH = struct.Struct("<I")
 
@@ -69,8 +69,8 @@ class StartCache:
     kv_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+# A tuple and not a dataclass: hundreds a step, and it pickles five times as fast.
+class Slice(NamedTuple):
     """One sequence's part of a step: compute `token_ids` at positions start.. and, if `sample`,
     draw the next token after the last of them.
 
