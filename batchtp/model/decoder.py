@@ -77,7 +77,7 @@ class Decoder:
         self._collectives = collectives
         self._widths = [len(shard.vocab) for shard in shards]
         alone = collectives.size == 1
-        self._embed = VocabEmbedding(
+        self.embed = VocabEmbedding(
             embed, self.shard.vocab, None if alone else collectives.all_reduce
         )
         self._cos_sin = rope_table(config, max_model_len, self.device)
@@ -94,7 +94,7 @@ class Decoder:
         Writes the step's keys and values into `cache`, one entry a layer. A collective:
         every rank calls it with the same step.
         """
-        x, residual = self._embed(step.tokens), None
+        x, residual = self.embed(step.tokens), None
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             x, residual = layer(x, residual, step, self._cos_sin, layer_cache)
         if not step.sample_rows.numel():

@@ -118,7 +118,7 @@ class Attention:
         q_size, kv_size = share.q_heads * share.head_dim, share.kv_heads * share.head_dim
         q, k, v = (
             part.reshape(x.shape[0], -1, share.head_dim)
-            for part in self._qkv(x).split((q_size, kv_size, kv_size), dim=-1)
+            for part in torch.split(self._qkv(x), [q_size, kv_size, kv_size], dim=-1)
         )
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._normed(q, self._q_norm), self._normed(k, self._k_norm)

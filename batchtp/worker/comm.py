@@ -48,6 +48,14 @@ class Group(Protocol):
         """Return once every rank is here. For start-up only: the supervisor keeps the deadline."""
 
 
+class _Store(Protocol):
+    """What is used of torch.distributed's key-value stores, which come without types."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
 class SoleGroup:
     """One rank: nothing to talk about."""
 
@@ -69,7 +77,7 @@ class SoleGroup:
 class TorchGroup:
     """Ranks joined by torch.distributed. `via_host` stages device tensors in host memory."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, *, via_host: bool) -> None:
+    def __init__(self, rank: int, size: int, store: _Store, *, via_host: bool) -> None:
         self.rank = rank
         self.size = size
         self._store = store
@@ -165,7 +173,7 @@ def join(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Multicast over NVLink needs fabric rights that containers lack.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    store = dist.FileStore(rendezvous, size)
+    store = dist.FileStore(rendezvous, size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if own_card else "gloo",
         store=store,

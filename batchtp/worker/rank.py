@@ -151,6 +151,9 @@ def main() -> NoReturn:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the supervisor")
     arguments = parser.parse_args()
     die_with_parent()
+    # Read when OpenMP is loaded, which is when torch is. Threads that spin for work take the cores
+    # from whatever else runs here: with a busy machine a step takes seven times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     status = Rank(socket.socket(fileno=arguments.fd)).run()
