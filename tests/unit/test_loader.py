@@ -225,6 +225,18 @@ def test_different_group_sizes_in_one_layer_stay_apart(tmp_path: Path) -> None:
     assert torch.equal(together(tmp_path, 2)["layers.0.qkv:v"], other.dense())
 
 
+def test_different_act_orders_in_one_layer_stay_apart(tmp_path: Path) -> None:
+    write_hf(tmp_path, "gptq", act_order=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    other = Quantised(72, 64, act_order=True, seed=9)
+    module = "model.layers.0.mlp.up_proj"
+    tensors |= {f"{module}.{part}": value for part, value in other.gptq().items()}
+    write_tensors(tmp_path, tensors)
+    assert isinstance(shards(tmp_path, 2)[0]["layers.0.qkv"], Int4Weight)
+    assert isinstance(shards(tmp_path, 2)[0]["layers.0.gate_up"], tuple)
+    assert torch.equal(together(tmp_path, 2)["layers.0.gate_up:up"], other.dense())
+
+
 def test_a_row_parallel_bias_is_on_rank_0_only(tmp_path: Path) -> None:
     write_hf(tmp_path, config={"attention_bias": True, "mlp_bias": True})
     tensors = load_file(tmp_path / "model.safetensors")
