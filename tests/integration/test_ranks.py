@@ -194,3 +194,20 @@ def test_rank_imports_neither_transformers_nor_the_front() -> None:
     unwanted = {"transformers", "celery", "redis", "sqlalchemy", "psycopg", "typer", "triton"}
     assert "torch" in found
     assert not unwanted & set(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tp", "dtype"), [(1, "float16"), (2, "float16"), (3, "float16"), (2, "float32")]
+)
+def test_ranks_on_a_gpu_give_the_expected_ids(tp: int, dtype: str, tmp_path: Path) -> None:
+    # With fewer cards than ranks they share one, and talk over gloo through host memory.
+    for checkpoint in (TINY, DATA / "awq-g64", DATA / "ct-gptq-actgroup-g64"):
+        prompts, greedy = greedy_case(checkpoint)
+        config = group_config(checkpoint, tp=tp, device="cuda", dtype=dtype)
+        (tmp_path / checkpoint.name).mkdir()
+        with RankGroup(config, tmp_path / checkpoint.name) as group:
+            group.start()
+            assert all(ready.kv_blocks > 100 for ready in group.ready)
+            assert generate(group.step, prompts, 24) == greedy, checkpoint.name
+            assert generate(group.step, prompts, 24, chunk=4) == greedy, checkpoint.name
