@@ -13,7 +13,7 @@ from typing import Any
 
 from celery import Celery
 from celery.exceptions import Reject, SecurityWarning
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from batchtp import logs, services
 from batchtp.model.resolve import resolve_model
@@ -49,9 +49,11 @@ def make_app(settings: Settings, engine: Engine | None = None) -> Celery:
     app.batchtp_runtime = runtime
     app.conf.worker_pool = "threads"
     app.conf.worker_concurrency = settings.worker_chunks + _INTAKE_THREADS
+    # As a client's application names them: without an exchange of its own, a queue would get the
+    # default one's messages too.
     app.conf.task_queues = [
-        Queue(intake_queue(settings)),
-        Queue(generate_queue(settings, model)),
+        Queue(name, Exchange(name), routing_key=name)
+        for name in (intake_queue(settings), generate_queue(settings, model))
     ]
     app.steps["worker"].add(RuntimeStep)
     _add_tasks(app, runtime)
