@@ -51,37 +51,63 @@ def reference(
     sliding_window: int = 0,
 ) -> Tensor:
     """y in torch: decoding sequences together, padded; others one by one."""
-    heads = (torch.arange(q.shape[1], device=q.device) + first_q) // q_per_kv
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     out = torch.empty_like(q)
     decoding = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
-    for group in _groups(decoding, lengths, max(1, q[0].numel()) if len(q) else 1):
+    for group in _groups(decoding, lengths, k_cache[0, 0].numel() if len(k_cache) else 1):
         rows = torch.tensor([starts[s] for s in group], device=q.device)
         index = torch.tensor(group, device=q.device)
-        longest = max(lengths[s] for s in group)
-        k, v = (_gather(c, block_tables[index], longest, heads) for c in (k_cache, v_cache))
-        at = torch.arange(longest, device=q.device)
-        ends = context_lens[index, None]
-        mask = at < ends
-        if lengths[group[0]] != longest:
-            # Rows past a sequence's end are nobody's: they may hold NaN, which a mask lets through.
-            past = ~mask[:, None, :, None]
-            k, v = k.masked_fill(past, 0), v.masked_fill(past, 0)
-        if sliding_window:
-            mask &= at >= ends - sliding_window
-        y = F.scaled_dot_product_attention(
-            q[rows].unsqueeze(2), k, v, attn_mask=mask[:, None, None, :], scale=scale
+        ends = [lengths[s] for s in group]
+        out[rows] = _decode(
+            q[rows],
+            _gather(k_cache, block_tables[index], ends),
+            _gather(v_cache, block_tables[index], ends),
+            context_lens[index, None],
+            scale,
+            q_per_kv,
+            first_q,
+            sliding_window,
         )
-        out[rows] = y.squeeze(2)
+    heads = (torch.arange(q.shape[1], device=q.device) + first_q) // q_per_kv
     for s in sorted(set(range(len(lengths))) - set(decoding)):
-        span = slice(starts[s], starts[s + 1])
-        k, v = (_gather(c, block_tables[s : s + 1], lengths[s], heads) for c in (k_cache, v_cache))
+        span, table = slice(starts[s], starts[s + 1]), block_tables[s : s + 1]
+        k, v = (_gather(c, table, [lengths[s]])[:, heads] for c in (k_cache, v_cache))
         mask = _causal(starts[s + 1] - starts[s], lengths[s], sliding_window, q.device)
         y = F.scaled_dot_product_attention(
             q[span].transpose(0, 1)[None], k, v, attn_mask=mask, scale=scale
         )
         out[span] = y[0].transpose(0, 1)
     return out
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    scale: float,
+    q_per_kv: int,
+    first_q: int,
+    window: int,
+) -> Tensor:
+    """One query a sequence [S, Hq, D]; all q heads of a kv head in one product over its keys."""
+    sequences, q_heads, dim = q.shape
+    kv_heads, longest = k.shape[1:3]
+    padded = q.new_zeros((sequences, kv_heads * q_per_kv, dim))
+    own = slice(first_q, first_q + q_heads)
+    padded[:, own] = q
+    at = torch.arange(longest, device=q.device)
+    mask = at < ends
+    if window:
+        mask &= at >= ends - window
+    y = F.scaled_dot_product_attention(
+        padded.view(sequences, kv_heads, q_per_kv, dim),
+        k,
+        v,
+        attn_mask=mask[:, None, None, :],
+        scale=scale,
+    )
+    return y.reshape(padded.shape)[:, own]
 
 
 def _groups(decoding: list[int], lengths: list[int], row: int) -> list[list[int]]:
@@ -95,11 +121,15 @@ def _groups(decoding: list[int], lengths: list[int], row: int) -> list[list[int]
     return groups
 
 
-def _gather(cache: Tensor, tables: Tensor, length: int, heads: Tensor) -> Tensor:
-    """The first `length` rows of each sequence, one copy a q head: [S, Hq, length, D]."""
-    blocks = -(-length // cache.shape[1])
-    rows = cache[tables[:, :blocks].long()].flatten(1, 2)[:, :length]
-    return rows[:, :, heads].transpose(1, 2)
+def _gather(cache: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+    """Each sequence's rows, padded with zeros to the longest: [S, Hkv, longest, D]."""
+    size, longest = cache.shape[1], max(lengths)
+    blocks = tables[:, : -(-longest // size)].flatten()
+    rows = cache.index_select(0, blocks).view(len(lengths), -1, *cache.shape[2:])
+    # Rows past a sequence's end are nobody's: they may hold NaN, which a mask lets through.
+    for row, length in zip(rows, lengths, strict=True):
+        row[length:].zero_()
+    return rows[:, :longest].transpose(1, 2)
 
 
 def _causal(queries: int, length: int, window: int, device: torch.device) -> Tensor:

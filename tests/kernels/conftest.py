@@ -14,6 +14,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory that nobody wrote is NaN: torch.empty fills it in deterministic mode."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from batchtp.kernels.weights import Int4Weight, ZeroKind, pack
+from batchtp.kernels.weights import Int4Weight, ZeroKind, dequantize, pack
 
 # Rounding of the result, and of the weights where groups do not line up, by the dtype's digits.
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3, torch.float32: 2e-6}
@@ -82,6 +82,19 @@ def make_weight(case: Matmul, seed: int = 0) -> Int4Weight:
         first_group_offset=case.offset,
         group_index=index,
     )
+
+
+def make_x(case: Matmul, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Random x and, where the case has one, bias, on the CPU."""
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn((case.m, case.k), generator=g).to(dtype)
+    return x, torch.randn(case.n, generator=g).to(dtype) if case.bias else None
+
+
+def product(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    """The definition, in float64."""
+    y = x.double() @ dequantize(weight, torch.float64)
+    return y if bias is None else y + bias.double()
 
 
 def to_device(weight: Int4Weight, device: str) -> Int4Weight:

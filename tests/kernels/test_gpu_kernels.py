@@ -13,7 +13,9 @@ from kernel_cases import (
     error,
     make_attend,
     make_weight,
+    make_x,
     naive_attention,
+    product,
     to_device,
 )
 
@@ -26,7 +28,7 @@ from batchtp.kernels import (
     silu_mul,
 )
 from batchtp.kernels.packed import pack
-from batchtp.kernels.weights import ZeroKind, dequantize
+from batchtp.kernels.weights import ZeroKind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -55,12 +57,8 @@ LARGE_ATTENDS = (
 @pytest.mark.parametrize("case", [*MATMULS, *LARGE_MATMULS], ids=str)
 def test_int4_matmul(case: Matmul, dtype: torch.dtype) -> None:
     weight = make_weight(case)
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn((case.m, case.k), generator=g).to(dtype)
-    bias = torch.randn(case.n, generator=g).to(dtype) if case.bias else None
-    wanted = x.double() @ dequantize(weight, torch.float64)
-    if bias is not None:
-        wanted += bias.double()
+    x, bias = make_x(case, dtype)
+    wanted = product(x, weight, bias)
     on_gpu = to_device(weight, "cuda")
     y = ops.int4_matmul(x.cuda(), on_gpu, None if bias is None else bias.cuda())
     assert y.dtype is dtype
@@ -89,7 +87,7 @@ def test_the_largest_offsets_do_not_overflow(dtype: torch.dtype) -> None:
     x = torch.zeros((rows, 4096), dtype=dtype, device="cuda")
     x[-8:] = torch.randn((8, 4096), device="cuda").to(dtype)
     y = ops.linear(x, ops.prepare(to_device(weight, "cuda"), dtype), None)
-    wanted = x[-8:].cpu().double() @ dequantize(weight, torch.float64)
+    wanted = product(x[-8:].cpu(), weight, None)
     assert error(y[-8:], wanted) < TOLERANCE[dtype]
 
 

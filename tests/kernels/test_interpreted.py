@@ -18,7 +18,9 @@ from kernel_cases import (
     error,
     make_attend,
     make_weight,
+    make_x,
     naive_attention,
+    product,
 )
 
 from batchtp.kernels import (
@@ -29,7 +31,7 @@ from batchtp.kernels import (
     silu_mul,
 )
 from batchtp.kernels.packed import pack
-from batchtp.kernels.weights import ZeroKind, dequantize
+from batchtp.kernels.weights import ZeroKind
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs these kernels itself"),
@@ -40,11 +42,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=st
 
 def matmul_error(case: Matmul, dtype: torch.dtype) -> float:
     weight = make_weight(case)
-    x = torch.randn(case.m, case.k).to(dtype)
-    bias = torch.randn(case.n).to(dtype) if case.bias else None
-    wanted = x.double() @ dequantize(weight, torch.float64)
-    if bias is not None:
-        wanted += bias.double()
+    x, bias = make_x(case, dtype)
+    wanted = product(x, weight, bias)
     y = int4_matmul.launch(x, weight, bias)
     assert y.dtype is dtype
     return error(y, wanted)
