@@ -21,7 +21,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
-        self._first: tuple[float, int] | None = None
+        self._first: tuple[float, int, int] | None = None
 
     def add(self, at_secs: float, tokens: int, rows: int) -> None:
         """At this time so many tokens were written and so many rows were done."""
@@ -29,7 +29,9 @@ class Pace:
             # Rows whose worker was lost are generated again.
             self._seen.clear()
         self._seen.append((at_secs, tokens, rows))
-        self._first = self._first or (at_secs, rows)
+        if self._first is None or (tokens, rows) == self._first[1:]:
+            # Until something moves the model is loading, which is not the batch's pace.
+            self._first = (at_secs, tokens, rows)
         while len(self._seen) > 2 and at_secs - self._seen[0][0] > _WINDOW_SECS:
             self._seen.popleft()
 
@@ -42,12 +44,20 @@ class Pace:
         span = last[0] - first[0]
         return (last[1] - first[1]) / span if span > 0 else 0.0
 
+    @property
+    def overall_tokens_per_second(self) -> float | None:
+        """Tokens written per second since the first; None while unknown."""
+        if self._first is None:
+            return None
+        tokens, span = self._seen[-1][1] - self._first[1], self._seen[-1][0] - self._first[0]
+        return tokens / span if span > 0 and tokens > 0 else None
+
     def eta_secs(self, total_rows: int) -> float | None:
         """Seconds until the last row, at the pace since the first look; None while unknown."""
         if self._first is None:
             return None
-        at_secs, rows = self._seen[-1][0], self._seen[-1][2]
-        done = rows - self._first[1]
+        at_secs, _, rows = self._seen[-1]
+        done = rows - self._first[2]
         return (total_rows - rows) * (at_secs - self._first[0]) / done if done > 0 else None
 
 
@@ -57,7 +67,7 @@ class ProgressView:
     def __init__(self, total: int | None = None) -> None:
         console = Console(stderr=True, highlight=False)
         self._live = console.is_terminal
-        self._pace = Pace()
+        self.pace = Pace()
         self._last_line = time.monotonic() - _LINE_EVERY_SECS
         self._console = console
         self._bar = Progress(
@@ -96,7 +106,7 @@ class ProgressView:
         now = time.monotonic()
         counts = status.counts
         done = counts.completed + counts.failed
-        self._pace.add(now, status.usage.completion_tokens, done)
+        self.pace.add(now, status.usage.completion_tokens, done)
         text = self._text(status)
         if self._live:
             self._bar.update(
@@ -116,8 +126,8 @@ class ProgressView:
         parts = [f"{done}/{counts.total}"]
         if counts.failed:
             parts.append(f"{counts.failed} failed")
-        parts.append(f"{self._pace.tokens_per_second:.1f} tokens/s")
-        left = self._pace.eta_secs(counts.total)
+        parts.append(f"{self.pace.tokens_per_second:.1f} tokens/s")
+        left = self.pace.eta_secs(counts.total)
         if left is not None and not status.state.final:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)

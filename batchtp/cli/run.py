@@ -137,7 +137,7 @@ def _run(job: Job, settings: Settings, name: str) -> dict[str, Any]:
     return {
         **status_document(status),
         "seconds": round(seconds, 3),
-        "tokens_per_second": _tokens_per_second(status),
+        "tokens_per_second": view.pace.overall_tokens_per_second,
         "written": written,
         "failed": failed,
         "output": str(job.output),
@@ -228,13 +228,6 @@ def _first_completions(batch: Batch) -> list[tuple[str, str]]:
     return shown
 
 
-def _tokens_per_second(status: BatchStatus) -> float | None:
-    if status.started_at is None or status.finished_at is None:
-        return None
-    seconds = (status.finished_at - status.started_at).total_seconds()
-    return round(status.usage.completion_tokens / seconds, 1) if seconds > 0 else None
-
-
 def _summarise(report: dict[str, Any]) -> None:
     usage = report["usage"]
     for custom_id, answer in report["shown"]:
@@ -245,7 +238,7 @@ def _summarise(report: dict[str, Any]) -> None:
     emit_text(
         f"{report['written']} done, {report['failed']} failed in {duration(report['seconds'])}; "
         f"{usage['prompt_tokens']} tokens read, {usage['completion_tokens']} written"
-        + (f" at {speed} tokens/s" if speed else "")
+        + (f" at {speed:.1f} tokens/s" if speed else "")
     )
     emit_text(f"results: {report['output']}")
     if report["errors"]:

@@ -147,7 +147,8 @@ def test_pace_and_durations() -> None:
     pace = Pace()
     assert pace.tokens_per_second == 0.0
     assert pace.eta_secs(4) is None
-    # Five rows were done before: a resumed batch.
+    # Five rows were done before (a resumed batch), and the model loads for a minute.
+    pace.add(-60.0, 0, 5)
     for second in range(31):
         pace.add(float(second), 10 * second, 5 + second // 10)
     assert pace.tokens_per_second == pytest.approx(10.0)
