@@ -91,3 +91,25 @@ def test_a_sequence_with_bad_logits_is_named_and_hurts_no_other() -> None:
     drawn = runners.runners[0].step(Plan(1, 1, prompt_slices(prompts)))
     assert drawn.bad == (0,)
     assert dict(drawn.tokens) == {1: greedy[1][0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_stays_within_the_checkpoint_tolerance(dtype: torch.dtype) -> None:
+    prompts, greedy, logits = expected(OWN[0])
+    facts = json.loads((OWN[0] / "expected.json").read_text())
+    half = "fp16" if dtype == torch.float16 else "bf16"
+    atol = 3 * facts["measured_max_abs_logit_difference"][f"whole_model_{half}"]
+    runners = ThreadedRunners(OWN[0], 2, dtype=dtype)
+    for row, wanted in zip(runners.logits(prompt_slices(prompts)), logits, strict=True):
+        assert (row - wanted).abs().max() < atol
+    assert generate(runners.step, prompts, 24) == greedy
+
+
+def test_seeded_draws_are_the_same_at_another_degree() -> None:
+    prompts, _, _ = expected(OWN[0])
+    one, two = (
+        generate(ThreadedRunners(OWN[0], tp).step, prompts, 12, temperature=1.0, top_k=50)
+        for tp in (1, 2)
+    )
+    assert one == two
+    assert one[0] != one[1]
