@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+import psycopg
 import sqlalchemy as sa
 from sqlalchemy import exc
 
@@ -23,6 +24,15 @@ _CONNECT_ARGS = {
     "application_name": "batchtp",
     "options": "-c lock_timeout=30s -c statement_timeout=120s -c timezone=UTC",
 }
+
+# psycopg's own too: COPY goes past SQLAlchemy.
+_AWAY = (
+    exc.OperationalError,
+    exc.InterfaceError,
+    exc.TimeoutError,
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+)
 
 
 class Store:
@@ -66,7 +76,7 @@ class Store:
         try:
             with self.engine.begin() as connection:
                 yield connection
-        except (exc.OperationalError, exc.InterfaceError, exc.TimeoutError) as error:
+        except _AWAY as error:
             raise self._unavailable(error) from error
         except exc.ProgrammingError as error:
             if getattr(error.orig, "sqlstate", None) in ("42P01", "42703"):
@@ -82,12 +92,12 @@ class Store:
             version: str = connection.execute(sa.text("show server_version")).scalar_one()
         return f"PostgreSQL {version}"
 
-    def _unavailable(self, error: exc.SQLAlchemyError) -> DatabaseUnavailableError:
+    def _unavailable(self, error: Exception) -> DatabaseUnavailableError:
         return DatabaseUnavailableError(
             f"Postgres at {mask_url(self.url)} does not answer: {_first_line(error)}"
         )
 
 
-def _first_line(error: exc.SQLAlchemyError) -> str:
+def _first_line(error: Exception) -> str:
     cause = getattr(error, "orig", None) or error
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
+from psycopg.errors import UniqueViolation
 from sqlalchemy.dialects.postgresql import insert
 
 from batchtp.core import BatchState, ChunkState, Failure
 from batchtp.store import batches
 from batchtp.store.database import Store
 from batchtp.store.schema import batches as batch_table
-from batchtp.store.schema import chunks, completions, requests
+from batchtp.store.schema import chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,22 @@ class Acceptance:
     newly: bool = False
 
 
+_COPY_REQUESTS = """
+    copy requests (batch_id, "index", chunk_seq, line, custom_id, endpoint, payload) from stdin
+"""
+
+_ADD_FAILED = sa.text("""
+    insert into completions (batch_id, "index", endpoint, text, token_ids, prompt_tokens,
+        completion_tokens, finish_reason, error_code, error_message, error_param, fence, generation)
+    select :batch_id, r."index", r.endpoint, '', '{}', 0, 0, 'error', r.code, r.message, r.param,
+        0, 0
+    from unnest(cast(:index as integer[]), cast(:endpoint as text[]), cast(:code as text[]),
+                cast(:message as text[]), cast(:param as text[]))
+         as r ("index", endpoint, code, message, param)
+    on conflict do nothing
+""")
+
+
 def digest_of(parts: Sequence[str]) -> str:
     """The digest of a batch from the digests of its chunks, in order."""
     return hashlib.sha256("".join(parts).encode()).hexdigest()
@@ -68,6 +85,20 @@ def add_chunk(
     store: Store, head: BatchHead, seq: int, digest: str, rows: Sequence[IncomingRequest]
 ) -> Acceptance | None:
     """Put a chunk's rows in, once; the acceptance if that completed a sealed batch."""
+    try:
+        _take_in(store, head, seq, digest, rows)
+    except UniqueViolation:
+        # Rows of another submission under the same id. The batch will fail for its digest, which
+        # is of chunks, so that the chunk must be there.
+        _take_in(store, head, seq, digest, ())
+    # On its own, for it takes a lock that would wait for the shared one of another chunk's intake.
+    with store.transaction() as connection:
+        return _accept_if_complete(connection, head.batch_id)
+
+
+def _take_in(
+    store: Store, head: BatchHead, seq: int, digest: str, rows: Sequence[IncomingRequest]
+) -> None:
     with store.transaction() as connection:
         _add_batch(connection, head)
         # A share lock: chunks of one batch come in side by side, and none after its acceptance.
@@ -78,9 +109,6 @@ def add_chunk(
         ).scalar_one()
         if state == BatchState.VALIDATING:
             _add_rows(connection, head, seq, digest, rows)
-    # On its own, for it takes a lock that would wait for the shared one of another chunk's intake.
-    with store.transaction() as connection:
-        return _accept_if_complete(connection, head.batch_id)
 
 
 def seal(store: Store, head: BatchHead, seal: Seal) -> Acceptance | None:
@@ -129,43 +157,24 @@ def _add_rows(
     statement = insert(chunks).values(values).on_conflict_do_nothing()
     if not connection.execute(statement).rowcount:
         return
-    connection.execute(
-        # Rows of another submission under the same id may be there; the digest will tell.
-        insert(requests).on_conflict_do_nothing(),
-        [
+    driver: Any = connection.connection.driver_connection
+    with driver.cursor() as cursor, cursor.copy(_COPY_REQUESTS) as copy:
+        for row in rows:
+            named = (row.index, seq, row.line, row.custom_id, row.endpoint, row.payload)
+            copy.write_row((head.batch_id, *named))
+    failed = [(row, row.failure) for row in rows if row.failure is not None]
+    if failed:
+        connection.execute(
+            _ADD_FAILED,
             {
                 "batch_id": head.batch_id,
-                "index": row.index,
-                "chunk_seq": seq,
-                "line": row.line,
-                "custom_id": row.custom_id,
-                "endpoint": row.endpoint,
-                "payload": row.payload,
-            }
-            for row in rows
-        ],
-    )
-    failed: list[dict[str, Any]] = [
-        {
-            "batch_id": head.batch_id,
-            "index": row.index,
-            "endpoint": row.endpoint,
-            "text": "",
-            "token_ids": [],
-            "prompt_tokens": 0,
-            "completion_tokens": 0,
-            "finish_reason": "error",
-            "error_code": row.failure.code,
-            "error_message": row.failure.message,
-            "error_param": row.failure.param,
-            "fence": 0,
-            "generation": 0,
-        }
-        for row in rows
-        if row.failure is not None
-    ]
-    if failed:
-        connection.execute(insert(completions).on_conflict_do_nothing(), failed)
+                "index": [row.index for row, _ in failed],
+                "endpoint": [row.endpoint for row, _ in failed],
+                "code": [failure.code for _, failure in failed],
+                "message": [failure.message for _, failure in failed],
+                "param": [failure.param for _, failure in failed],
+            },
+        )
 
 
 def _accept_if_complete(connection: sa.Connection, batch_id: str) -> Acceptance | None:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import insert
 
 from batchtp.core import BatchState, Completion
 from batchtp.errors import ServiceError
 from batchtp.store import batches
 from batchtp.store.database import Store
-from batchtp.store.schema import completions
 
 
 class LeaseLostError(ServiceError):
@@ -51,7 +49,8 @@ _CLAIM = """
           order by priority desc, ready_at, seq
           limit 1 for update skip locked) best
     where c.batch_id = best.batch_id and c.seq = best.seq
-    returning c.batch_id, c.seq, c.fence, c.attempts
+    returning c.batch_id, c.seq, c.fence, c.attempts,
+        (select started_at is null from batches where id = c.batch_id) as first
 """
 
 _STARTED = "update batches set started_at = now() where id = :id and started_at is null"
@@ -92,6 +91,32 @@ _EXPIRE = """
 """
 
 
+# Columns of a written row, in the order of `_row`. Token ids go as array literals: an array of
+# arrays of different lengths is no Postgres value.
+_WRITTEN = {
+    "index": "integer",
+    "endpoint": "text",
+    "text": "text",
+    "text_escaped": "boolean",
+    "token_ids": "text",
+    "prompt_tokens": "integer",
+    "completion_tokens": "integer",
+    "finish_reason": "text",
+    "error_code": "text",
+    "error_message": "text",
+    "error_param": "text",
+    "generation": "integer",
+}
+_NAMES = ", ".join(f'"{name}"' for name in _WRITTEN)
+_WRITE = sa.text(f"""
+    insert into completions (batch_id, fence, {_NAMES})
+    select :batch_id, :fence, {_NAMES.replace('"token_ids"', 'cast("token_ids" as integer[])')}
+    from unnest({", ".join(f"cast(:{name} as {kind}[])" for name, kind in _WRITTEN.items())})
+         as r ({_NAMES})
+    on conflict do nothing
+""")
+
+
 def claim(store: Store, model: str, worker: str, lease_secs: float) -> Lease | None:
     """Take the best chunk there is for this model; None when there is none.
 
@@ -113,9 +138,10 @@ def claim(store: Store, model: str, worker: str, lease_secs: float) -> Lease | N
                 LeasedRequest(r.position, r.line, r.custom_id, r.payload or "") for r in left
             ),
         )
-    # On its own: cancel locks the batch before its chunks, so a claim must not do the reverse.
-    with store.transaction() as connection:
-        connection.execute(sa.text(_STARTED), {"id": lease.batch_id})
+    if row.first:
+        # On its own: cancel locks the batch before its chunks, so a claim must not do the reverse.
+        with store.transaction() as connection:
+            connection.execute(sa.text(_STARTED), {"id": lease.batch_id})
     return lease
 
 
@@ -140,8 +166,15 @@ def write(store: Store, lease: Lease, finished: Sequence[tuple[Completion, str]]
     """
     with store.transaction() as connection:
         _check_held(connection, lease)
-        rows = [_row(lease, completion, endpoint) for completion, endpoint in finished]
-        connection.execute(insert(completions).on_conflict_do_nothing(), rows)
+        rows = [_row(completion, endpoint) for completion, endpoint in finished]
+        connection.execute(
+            _WRITE,
+            {
+                "batch_id": lease.batch_id,
+                "fence": lease.fence,
+                **{name: [row[at] for row in rows] for at, name in enumerate(_WRITTEN)},
+            },
+        )
 
 
 def finish(store: Store, lease: Lease) -> bool:
@@ -191,25 +224,23 @@ def _lost(lease: Lease) -> LeaseLostError:
     )
 
 
-def _row(lease: Lease, completion: Completion, endpoint: str) -> dict[str, Any]:
+def _row(completion: Completion, endpoint: str) -> tuple[Any, ...]:
     text, escaped = storable(completion.text)
     failure = completion.failure
-    return {
-        "batch_id": completion.key.batch_id,
-        "index": completion.key.index,
-        "endpoint": endpoint,
-        "text": text,
-        "text_escaped": escaped,
-        "token_ids": list(completion.token_ids),
-        "prompt_tokens": completion.prompt_tokens,
-        "completion_tokens": len(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "error_code": failure.code if failure else None,
-        "error_message": storable(failure.message)[0] if failure else None,
-        "error_param": failure.param if failure else None,
-        "fence": lease.fence,
-        "generation": completion.generation,
-    }
+    return (
+        completion.key.index,
+        endpoint,
+        text,
+        escaped,
+        f"{{{','.join(map(str, completion.token_ids))}}}",
+        completion.prompt_tokens,
+        len(completion.token_ids),
+        str(completion.finish_reason),
+        failure.code if failure else None,
+        storable(failure.message)[0] if failure else None,
+        failure.param if failure else None,
+        completion.generation,
+    )
 
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
