@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from batchtp import services
 from batchtp.cli import options
+from batchtp.cli.connection import client_for
 from batchtp.cli.failures import handled
 from batchtp.cli.output import emit_json, emit_table, emit_text, note
 from batchtp.cli.shown import status_document, status_rows
 from batchtp.cli.written import check_writable, write_results
-from batchtp.client import Client
-from batchtp.settings import Settings
 
 BatchId = Annotated[str, typer.Argument(help="The batch's id.", show_default=False)]
 
@@ -30,16 +26,6 @@ def register(app: typer.Typer) -> None:
     app.command("list")(list_batches)
 
 
-@contextmanager
-def connected(settings: Settings) -> Iterator[Client]:
-    """A client; embedded services that had to be started for it are stopped again."""
-    try:
-        with Client(settings) as client:
-            yield client
-    finally:
-        services.release(settings)
-
-
 @handled
 def status(
     batch_id: BatchId,
@@ -48,7 +34,7 @@ def status(
     debug: options.Debug = False,
 ) -> None:
     """Show how a batch stands."""
-    with connected(options.settings_for(debug, home=home)) as client:
+    with client_for(options.settings_for(debug, home=home)) as client:
         found = client.batch(batch_id).status()
     if as_json:
         emit_json(status_document(found))
@@ -64,7 +50,7 @@ def list_batches(
     debug: options.Debug = False,
 ) -> None:
     """List batches, the newest first."""
-    with connected(options.settings_for(debug, home=home)) as client:
+    with client_for(options.settings_for(debug, home=home)) as client:
         found = list(client.list(limit=limit))
     if as_json:
         emit_json([status_document(status) for status in found])
@@ -101,7 +87,7 @@ def results(
     if output is not None:
         errors = errors or output.with_suffix(".errors.jsonl")
         check_writable(output, errors)
-    with connected(settings) as client:
+    with client_for(settings) as client:
         batch = client.batch(batch_id)
         state = batch.status().state
         if output is None or errors is None:
@@ -134,7 +120,7 @@ def cancel(
     debug: options.Debug = False,
 ) -> None:
     """Cancel a batch: what is done is kept, running requests are stopped."""
-    with connected(options.settings_for(debug, home=home)) as client:
+    with client_for(options.settings_for(debug, home=home)) as client:
         batch = client.batch(batch_id)
         batch.cancel()
         found = batch.status()

@@ -6,15 +6,15 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from batchtp import services
 from batchtp.cli import options
+from batchtp.cli.connection import connected
 from batchtp.cli.failures import Terminated, handled
 from batchtp.cli.local_worker import Serving
 from batchtp.cli.output import emit_json, emit_text, note
@@ -28,7 +28,6 @@ from batchtp.errors import EngineError, InputError, UsageError
 from batchtp.model.config import load_config
 from batchtp.model.resolve import resolve_model
 from batchtp.settings import Settings
-from batchtp.store import migrate as schema
 
 SOME_FAILED = 3
 _POLL_SECS = 0.2
@@ -122,21 +121,33 @@ def _check(job: Job, settings: Settings) -> str:
 
 def _run(job: Job, settings: Settings, name: str) -> dict[str, Any]:
     started = time.monotonic()
-    with ProgressView() as view, _connected(settings, view) as connected:
-        unfinished = UnfinishedRun(settings.home_path, job.file, name, str(job.text))
-        with Client(connected) as client, _serving(client, connected, name, view) as serving:
-            batch = _submit(client, job, name, unfinished)
-            status = _follow(batch, serving, view)
-            _require_completed(status, unfinished)
-            view.phase("writing")
-            written, failed = write_results(batch, job.output, job.errors)
-            shown = _first_completions(batch)
-        unfinished.forget()
-        view.phase("stopping")
-    seconds = time.monotonic() - started
+    with ProgressView() as view:
+        view.phase("starting services")
+        with connected(settings) as reachable:
+            report = _deliver(job, _with_short_lease(reachable), name, view)
+            view.phase("stopping")
+    return {**report, "seconds": round(time.monotonic() - started, 3)}
+
+
+def _with_short_lease(settings: Settings) -> Settings:
+    if settings.sources["lease_secs"] != "default":
+        return settings
+    return replace(settings, lease_secs=max(_LEASE_SECS, 3 * settings.heartbeat_secs))
+
+
+def _deliver(job: Job, settings: Settings, name: str, view: ProgressView) -> dict[str, Any]:
+    """Submit, follow, write the results; what there is to say about it."""
+    unfinished = UnfinishedRun(settings.home_path, job.file, name, str(job.text))
+    with Client(settings) as client, _serving(client, settings, name, view) as serving:
+        batch = _submit(client, job, name, unfinished)
+        status = _follow(batch, serving, view)
+        _require_completed(status, unfinished)
+        view.phase("writing")
+        written, failed = write_results(batch, job.output, job.errors)
+        shown = _first_completions(batch)
+    unfinished.forget()
     return {
         **status_document(status),
-        "seconds": round(seconds, 3),
         "tokens_per_second": view.pace.overall_tokens_per_second,
         "written": written,
         "failed": failed,
@@ -144,22 +155,6 @@ def _run(job: Job, settings: Settings, name: str) -> dict[str, Any]:
         "errors": str(job.errors) if failed else None,
         "shown": shown,
     }
-
-
-@contextmanager
-def _connected(settings: Settings, view: ProgressView) -> Iterator[Settings]:
-    """The settings with the URLs of running services, their schema up to date."""
-    view.phase("starting services")
-    endpoints = services.ensure(settings)
-    try:
-        if not settings.database_url:
-            schema.upgrade(endpoints.database_url)
-        changes: dict[str, Any] = asdict(endpoints)
-        if settings.sources["lease_secs"] == "default":
-            changes["lease_secs"] = max(_LEASE_SECS, 3 * settings.heartbeat_secs)
-        yield replace(settings, **changes)
-    finally:
-        services.release(settings)
 
 
 @contextmanager

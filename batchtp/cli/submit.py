@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from batchtp.cli import options
+from batchtp.cli.connection import client_for
 from batchtp.cli.failures import handled
 from batchtp.cli.output import emit_json, emit_text, note
 from batchtp.cli.shown import status_document
-from batchtp.client import Client
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +38,7 @@ def submit(
 ) -> None:
     """Submit a file of prompts; print the batch's id. Bad lines become error rows."""
     settings = options.settings_for(debug, home=home)
-    with Client(settings) as client:
+    with client_for(settings) as client:
         batch = client.submit(
             file,
             model=options.served_name(settings, model),

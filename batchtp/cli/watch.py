@@ -7,7 +7,8 @@ import time
 import typer
 
 from batchtp.cli import options
-from batchtp.cli.batches import BatchId, connected
+from batchtp.cli.batches import BatchId
+from batchtp.cli.connection import client_for
 from batchtp.cli.failures import handled
 from batchtp.cli.output import emit_json, emit_table
 from batchtp.cli.progress import ProgressView
@@ -34,7 +35,7 @@ def watch(
 
     Exit code 3: it ended, but some requests failed or it did not complete.
     """
-    with connected(options.settings_for(debug, home=home)) as client, ProgressView() as view:
+    with client_for(options.settings_for(debug, home=home)) as client, ProgressView() as view:
         batch = client.batch(batch_id)
         last = None
         while True:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from batchtp import services
 from batchtp.cli import options
+from batchtp.cli.connection import connected
 from batchtp.cli.failures import handled
 from batchtp.cli.output import note
 from batchtp.settings import mask_url
-from batchtp.store import migrate as schema
 
 
 def register(app: typer.Typer) -> None:
@@ -51,15 +49,7 @@ def worker(
         served_name=served_name,
         log_format="json" if as_json else None,
     )
-    embedded = not settings.database_url
-    endpoints = services.ensure(settings)
-    if embedded:
-        schema.upgrade(endpoints.database_url)
-    note(f"Broker {mask_url(endpoints.redis_url)}, database {mask_url(endpoints.database_url)}.")
-    try:
-        run_worker(
-            replace(settings, redis_url=endpoints.redis_url, database_url=endpoints.database_url),
-            None,
-        )
-    finally:
-        services.release(settings)
+    with connected(settings) as reachable:
+        note(f"Broker {mask_url(reachable.redis_url)}")
+        note(f"Database {mask_url(reachable.database_url)}")
+        run_worker(reachable)
