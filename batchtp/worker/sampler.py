@@ -18,6 +18,8 @@ from torch import Tensor
 
 # Below this a division could overflow float32; the draw is the greedy one long before.
 _LEAST_TEMPERATURE = 1e-6
+# Few rows keep more tokens than this, and it spares them a sort of the whole vocabulary.
+_CANDIDATES = 1024
 # Weights of the top-p sum in fixed point. 2^32 a token leaves room for 2^31 tokens in int64.
 _FIXED_POINT = float(2**32)
 _MASK_64 = 2**64 - 1
@@ -71,18 +73,45 @@ def _filter(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     Of equal scores the lower token id counts as greater. The best token always stays.
     """
     vocab = scores.shape[1]
-    top_k = torch.tensor([draw.top_k or vocab for draw in draws], device=scores.device)
+    top_k = torch.tensor([min(draw.top_k or vocab, vocab) for draw in draws], device=scores.device)
     top_p = torch.tensor([draw.top_p for draw in draws], device=scores.device, dtype=torch.float64)
-    ranked, order = scores.sort(dim=1, descending=True, stable=True)
-    weights = (ranked.exp() * _FIXED_POINT).to(torch.int64)
-    weights[torch.arange(vocab, device=scores.device) >= top_k[:, None]] = 0
-    # Integers: the sum is exact in any order, so it cannot depend on how a kernel split the row.
+    candidates = scores.topk(min(_CANDIDATES, vocab), dim=1).values
+    totals = _weights(scores).sum(dim=1)
+    kept = _count_kept(candidates, totals, top_k, top_p)
+    least = candidates.gather(1, kept[:, None] - 1)
+    # Told apart only by what lies past the candidates: a top-p that they do not reach, and a longer
+    # top-k, whose own total is not that of the row.
+    known = top_k <= candidates.shape[1]
+    known |= (top_k == vocab) & (kept < candidates.shape[1])
+    if not known.all():
+        rows = (~known).nonzero()[:, 0]
+        ranked = scores[rows].sort(dim=1, descending=True).values
+        kept[rows] = _count_kept(ranked, totals[rows], top_k[rows], top_p[rows])
+        least[rows] = ranked.gather(1, kept[rows, None] - 1)
+    above, equal = scores > least, scores == least
+    ties = kept - above.sum(dim=1)
+    keep = above | (equal & (equal.cumsum(dim=1) <= ties[:, None]))
+    return scores.masked_fill(~keep, -torch.inf)
+
+
+def _count_kept(ranked: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """How many of a row's best tokens stay: [R]. `ranked` [R, n] are its n best scores, falling;
+    `totals` the weights of all its tokens, for rows whose top-k reaches past those.
+    """
+    length = ranked.shape[1]
+    weights = _weights(ranked)
+    weights[torch.arange(length, device=ranked.device) >= top_k[:, None]] = 0
     running = weights.cumsum(dim=1)
-    before = running - weights
-    keep = (weights > 0) & (before.double() < top_p[:, None] * running[:, -1:].double())
-    keep[:, 0] = True
-    kept = torch.zeros_like(keep).scatter_(1, order, keep)
-    return scores.masked_fill(~kept, -torch.inf)
+    totals = torch.where(top_k <= length, running[:, -1], totals)
+    keep = (weights > 0) & ((running - weights).double() < (top_p * totals.double())[:, None])
+    return keep.sum(dim=1).clamp(min=1)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """exp(score) in fixed point. Integers: a sum is exact in any order, so it cannot depend on how
+    a kernel split the row.
+    """
+    return (scores.exp() * _FIXED_POINT).to(torch.int64)
 
 
 def _gumbel(draws: Sequence[Draw], vocab: int, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from batchtp.worker import sampler
 from batchtp.worker.sampler import Draw, sample
 
 GREEDY = Draw(temperature=0.0, top_p=1.0, top_k=0, seed=0, position=0)
@@ -116,3 +117,27 @@ def test_a_bad_row_hurts_itself_alone(poison: float, draw: Draw) -> None:
     wanted = sample(logits, [draw] * 3)
     logits[1, 17] = poison
     assert sample(logits, [draw] * 3) == [wanted[0], None, wanted[2]]
+
+
+def kept_by_definition(scores: torch.Tensor, draw: Draw) -> set[int]:
+    """Sort the whole vocabulary, in float64, ties by id."""
+    order = sorted(range(len(scores)), key=lambda t: (-float(scores[t]), t))
+    order = order[: draw.top_k or None]
+    weights = scores.double()[order].softmax(0)
+    before = weights.cumsum(0) - weights
+    return {t for t, b in zip(order, before.tolist(), strict=True) if b < draw.top_p - 1e-9}
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.9), (40, 0.9), (40, 1.0), (1500, 0.6), (1500, 1.0)]
+)
+def test_filter_keeps_what_the_definition_says(top_k: int, top_p: float, spread: float) -> None:
+    noise = torch.Generator().manual_seed(4)
+    # Coarse values: many ties, also at the border.
+    scores = (spread * torch.randn(3, 3000, generator=noise) * 4).round() / 4
+    scores -= scores.amax(1, keepdim=True)
+    draw = replace(PLAIN, top_k=top_k, top_p=top_p)
+    kept = sampler._filter(scores, [draw] * 3).isfinite()
+    for row, mask in zip(scores, kept, strict=True):
+        assert set(mask.nonzero()[:, 0].tolist()) == kept_by_definition(row, draw)
