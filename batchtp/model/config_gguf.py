@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from batchtp.errors import CheckpointError, UnsupportedModelError
-from batchtp.model.config_records import ModelConfig, RopeConfig
+from batchtp.model.config_records import MOST_LAYERS, ModelConfig, RopeConfig
 from batchtp.model.gguf import BF16, F32, GgufFile, open_gguf
 from batchtp.model.quantization import GGUF, QuantConfig
 
@@ -41,7 +41,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         return _model_config(file, architecture)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error.args[0]!r}.") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path} has a malformed key: {error}.") from error
 
 
@@ -53,6 +53,8 @@ def _model_config(file: GgufFile, architecture: str) -> ModelConfig:
 
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     layers = int(key("block_count"))
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers are more than the {MOST_LAYERS} there can be")
     head_dim = int(keys.get(f"{architecture}.attention.key_length", hidden // heads))
     window = int(keys.get(f"{architecture}.attention.sliding_window", 0)) or None
     bf16 = any(tensor.type is BF16 for tensor in tensors.values())

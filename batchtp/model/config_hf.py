@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchtp.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from batchtp.model.config_records import ModelConfig, RopeConfig
+from batchtp.model.config_records import MOST_LAYERS, ModelConfig, RopeConfig
 from batchtp.model.quantization import QuantConfig, parse_quantization
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -66,6 +66,8 @@ def _model_config(architecture: str, raw: Mapping[str, Any], directory: Path) ->
     qwen3 = architecture == "Qwen3ForCausalLM"
     heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
     hidden = int(raw["hidden_size"])
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers are more than the {MOST_LAYERS} there can be")
     attention_bias = bool(raw.get("attention_bias", False)) and (llama or qwen3)
     # Before grouped-query attention, Llama configs had no number of KV heads.
     kv_heads = raw.get("num_key_value_heads") or (heads if llama else raw["num_key_value_heads"])

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from batchtp.model.quantization import QuantConfig
 
+# No decoder comes near it; a corrupt config must not make tables of what it claims.
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
