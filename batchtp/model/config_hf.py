@@ -29,7 +29,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         return _model_config(architecture, raw, directory)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error.args[0]!r}.") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
 
 
