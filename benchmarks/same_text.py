@@ -1,6 +1,6 @@
 """Run a prompts file straight through the TP group and write what came out, to compare machines.
 
-    python benchmarks/same_text.py FILE --model M --device cuda --dtype float32 --tp 1 --out OUT.json
+    python benchmarks/same_text.py FILE --model M --device cuda --dtype float32 --out OUT.json
     python benchmarks/same_text.py --compare A.json B.json
 
 No queue and no store: the supervisor and its ranks only. Every request is made greedy.
