@@ -25,9 +25,12 @@ class Pace:
 
     def add(self, at_secs: float, tokens: int, rows: int) -> None:
         """At this time so many tokens were written and so many rows were done."""
-        if self._seen and tokens < self._seen[-1][1]:
+        if self._seen and tokens < self._seen[-1][1] // 2:
             # Rows whose worker was lost are generated again.
             self._seen.clear()
+        elif self._seen:
+            # A row that just finished may count twice until the worker's next heartbeat.
+            tokens = max(tokens, self._seen[-1][1])
         self._seen.append((at_secs, tokens, rows))
         if self._first is None or (tokens, rows) == self._first[1:]:
             # Until something moves the model is loading, which is not the batch's pace.

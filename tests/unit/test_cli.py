@@ -153,6 +153,8 @@ def test_pace_and_durations() -> None:
         pace.add(float(second), 10 * second, 5 + second // 10)
     assert pace.tokens_per_second == pytest.approx(10.0)
     assert pace.eta_secs(12) == pytest.approx(40.0)
-    pace.add(31.0, 0, 8)
+    pace.add(31.0, 290, 8)
+    assert pace.tokens_per_second > 8.0
+    pace.add(32.0, 0, 8)
     assert pace.tokens_per_second == 0.0
     assert [duration(s) for s in (4.6, 65, 3700)] == ["5 s", "1:05 min", "1:01 h"]
