@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from celery import Celery
-from celery.exceptions import Reject, SecurityWarning
+from celery.exceptions import CPendingDeprecationWarning, Reject, SecurityWarning
 from kombu import Exchange, Queue
 
 from batchtp import logs, services
@@ -66,8 +66,10 @@ def run_worker(settings: Settings, engine: Engine | None = None) -> None:
     Raises what kept the engine from starting, or what ended it.
     """
     logs.configure(settings.log_level, settings.log_format)
-    # Celery warns of root because of pickle; only JSON is accepted here.
+    # Celery warns of root because of pickle, and only JSON is accepted here; and at every lost
+    # connection of a default that is not used here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
     app = make_app(settings, engine)
     runtime = runtime_of(app)
     worker = app.Worker(
