@@ -9,7 +9,8 @@ ENV PATH=/opt/batchtp/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # cpu: no CUDA libraries, no Triton, some gigabytes smaller. cuda: the wheels that bring them.
 ARG TORCH_VARIANT=cpu
-ARG TORCH_CPU_INDEX_URL=https://download.pytorch.org/whl/cpu
+# PyTorch's own index has CPU builds; without it the default index decides what torch is.
+ARG TORCH_CPU_INDEX_URL=
 WORKDIR /src
 COPY pyproject.toml .
 
@@ -20,7 +21,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
         > /tmp/requirements.txt && \
     grep '^torch\b' /tmp/requirements.txt > /tmp/torch.txt && \
     case "$TORCH_VARIANT" in \
-        cpu) pip install --index-url "$TORCH_CPU_INDEX_URL" -r /tmp/torch.txt && \
+        cpu) pip install ${TORCH_CPU_INDEX_URL:+--index-url "$TORCH_CPU_INDEX_URL"} -r /tmp/torch.txt && \
             sed -i '/^triton\b/d' /tmp/requirements.txt ;; \
         cuda) pip install -r /tmp/torch.txt ;; \
         *) echo "TORCH_VARIANT is '$TORCH_VARIANT'; it must be cpu or cuda." >&2; exit 1 ;; \
@@ -50,7 +51,6 @@ RUN if [ "$TORCH_VARIANT" = cuda ]; then \
 # The home holds downloads and compiled kernels: a volume there keeps them over restarts.
 RUN useradd --uid 10001 --home-dir /var/lib/batchtp --create-home --shell /usr/sbin/nologin batchtp
 COPY --from=build /opt/batchtp /opt/batchtp
-COPY docker/healthcheck.py /opt/batchtp/
 ENV PATH=/opt/batchtp/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     BATCHTP_HOME=/var/lib/batchtp
@@ -58,5 +58,5 @@ USER batchtp
 WORKDIR /var/lib/batchtp
 # A large model loads for minutes; startup_timeout_secs bounds it.
 HEALTHCHECK --start-period=10m --start-interval=5s --interval=15s --timeout=10s --retries=3 \
-    CMD ["python", "/opt/batchtp/healthcheck.py"]
+    CMD ["python", "-m", "batchtp.worker.health"]
 CMD ["batchtp", "worker"]

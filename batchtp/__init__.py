@@ -1,3 +1,3 @@
-"""batchtp: an async job-queue worker for offline batch generation on tensor-parallel int4 models."""
+"""batchtp: an async job-queue worker for offline batch generation with tensor-parallel models."""
 
 __version__ = "0.1.0"

@@ -62,7 +62,9 @@ class Settings:
         0.9, "Share of device memory that weights and cache may fill.", low=0.05, high=0.98
     )
     startup_timeout_secs: float = _setting(600.0, "Budget for ranks to join and load.", low=1)
-    step_timeout_secs: float = _setting(60.0, "A step later than this is a fault.", low=0.1)
+    step_timeout_secs: float = _setting(
+        0.0, "A step later than this is a fault. 0: 120 on a GPU, 600 on a CPU.", low=0
+    )
     max_restarts: int = _setting(5, "Group restarts in ten minutes before giving up.", low=0)
     max_attempts: int = _setting(3, "Attempts at a chunk before its rows fail.", low=1)
     chunk_requests: int = _setting(32, "Most requests in a chunk (one message).", low=1, high=4096)

@@ -16,6 +16,8 @@ from batchtp.settings import Settings
 from batchtp.worker.messages import GroupConfig
 from batchtp.worker.tokenizer import Tokenizer
 
+# A step on a GPU may compile kernels first. On a busy CPU a full prefill takes minutes.
+_STEP_SECS = {"cuda": 120.0, "cpu": 600.0}
 # With these a CPU multiplies bfloat16 in hardware; without, float32 is faster.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 # The backend gives up this much after the supervisor, whose deadline names the culprit.
@@ -81,8 +83,13 @@ def group_config(settings: Settings, model: ModelOnDisk) -> GroupConfig:
         block_size=settings.block_size,
         kv_blocks=settings.kv_blocks,
         memory_fraction=settings.memory_fraction,
-        step_timeout_secs=settings.step_timeout_secs + _BACKSTOP_SECS,
+        step_timeout_secs=step_deadline_secs(settings, model.device) + _BACKSTOP_SECS,
     )
+
+
+def step_deadline_secs(settings: Settings, device: str) -> float:
+    """How long a step may take before it is a fault."""
+    return settings.step_timeout_secs or _STEP_SECS[device]
 
 
 def _cpu_flags() -> frozenset[str]:

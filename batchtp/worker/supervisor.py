@@ -40,7 +40,7 @@ from batchtp.worker.group import RANK_COMMAND, Interrupted, RankGroup
 from batchtp.worker.intake import Limits, make_sequence
 from batchtp.worker.messages import GroupConfig, Plan, StepResult
 from batchtp.worker.output import StopWatch, completion_of, finish_reason
-from batchtp.worker.placement import ModelOnDisk, group_config
+from batchtp.worker.placement import ModelOnDisk, group_config, step_deadline_secs
 from batchtp.worker.restarts import RestartPolicy
 from batchtp.worker.scheduler import Scheduler
 from batchtp.worker.unfinished import Job, Unfinished
@@ -184,6 +184,7 @@ class Supervisor:
             self._config, self._generation, self._command, self._stopping.is_set
         ) as group:
             self._bring_up(group)
+            deadline_secs = step_deadline_secs(self._settings, self._model.device)
             while not self._stopping.is_set():
                 self._take_jobs()
                 self._plan = self._scheduler.plan(group.generation, self._step)
@@ -191,7 +192,7 @@ class Supervisor:
                     group.idle(self._jobs.wakeup)
                     continue
                 self._step += 1
-                result = group.step(self._plan, self._settings.step_timeout_secs)
+                result = group.step(self._plan, deadline_secs)
                 self._apply(self._plan, result)
 
     def _bring_up(self, group: RankGroup) -> None:

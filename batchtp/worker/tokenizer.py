@@ -156,7 +156,8 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str | None:
             raise CheckpointError(f"Cannot read {file}: {error}") from error
     given = config.get("chat_template")
     if isinstance(given, list):
-        given = next((one.get("template") for one in given if one.get("name") == "default"), None)
+        named = (one for one in given if isinstance(one, dict) and one.get("name") == "default")
+        given = next(named, {}).get("template")
     return given if isinstance(given, str) else None
 
 

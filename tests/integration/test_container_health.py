@@ -1,6 +1,5 @@
 """The container's health check follows what the worker itself announces."""
 
-import runpy
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +9,14 @@ import pytest
 from batchtp.queue import workers
 from batchtp.queue.submit import connect
 from batchtp.settings import Settings
-
-SCRIPT = Path(__file__).parents[2] / "docker" / "healthcheck.py"
+from batchtp.worker import health
 
 
 @pytest.fixture
 def check(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     for name in ("home", "redis_url", "database_url", "key_prefix"):
         monkeypatch.setenv(f"BATCHTP_{name.upper()}", getattr(settings, name))
-    main: Callable[[], int] = runpy.run_path(str(SCRIPT))["main"]
-    return main
+    return health.main
 
 
 def test_healthy_from_announcement_to_withdrawal(

@@ -1,10 +1,12 @@
-"""Is this container's worker serving? Exit code 0: yes.
+"""Is this host's worker serving? `python -m batchtp.worker.health`; exit code 0: yes.
 
 A worker announces itself every few seconds from the moment its tensor-parallel group is up until it
 drains or its engine gives up, and an announcement expires. So this fails for a worker that is alive
 and does nothing: one that still loads, has lost its group for good, is frozen, or cannot reach the
 broker.
 """
+
+from __future__ import annotations
 
 import socket
 import sys
