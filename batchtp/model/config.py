@@ -5,6 +5,7 @@ No torch, and no weight is read: a model that cannot be served is refused here, 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from batchtp.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -55,6 +56,10 @@ def _checked(config: ModelConfig, path: Path) -> ModelConfig:
         raise UnsupportedModelError(
             f"{path}: head_dim {config.head_dim}; rotary embeddings need an even number above 2."
         )
+    if not 0 < config.rms_norm_eps < 1:
+        raise CheckpointError(f"{path}: rms_norm_eps is {config.rms_norm_eps}.")
+    if config.sliding_window is not None and config.sliding_window < 1:
+        raise CheckpointError(f"{path}: sliding_window is {config.sliding_window}.")
     if config.hidden_act != "silu":
         raise UnsupportedModelError(
             f"{path}: hidden_act {config.hidden_act!r} is not supported; only silu is."
@@ -68,9 +73,9 @@ def _check_rope(rope: RopeConfig, path: Path) -> None:
         raise UnsupportedModelError(
             f"{path}: rope scaling {rope.kind!r} is not supported; {', '.join(ROPE_KINDS)} are."
         )
-    if not rope.theta > 0 or not rope.factor > 0:
+    if not 0 < rope.theta < math.inf or not 0 < rope.factor < math.inf:
         raise CheckpointError(
-            f"{path}: rope theta {rope.theta} and factor {rope.factor} must be positive."
+            f"{path}: rope theta {rope.theta} and factor {rope.factor} must be above 0, and finite."
         )
     if rope.kind in ("llama3", "yarn") and rope.original_max_position_embeddings < 1:
         raise CheckpointError(f"{path}: rope scaling {rope.kind} lacks its original length.")

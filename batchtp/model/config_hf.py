@@ -16,6 +16,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 # transformers' own defaults, for the keys that old configs leave out.
 _DEFAULT_THETA = 10000.0
 _DEFAULT_EPS = 1e-6
+# What a value of another kind than it should be raises; JSON may even hold an infinity.
+_MALFORMED = (TypeError, ValueError, ArithmeticError, AttributeError)
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
@@ -29,7 +31,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         return _model_config(architecture, raw, directory)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error.args[0]!r}.") from error
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except _MALFORMED as error:
         raise CheckpointError(f"{path} is malformed: {error}.") from error
 
 
@@ -50,8 +52,8 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def _architecture(raw: Mapping[str, Any], path: Path) -> str:
-    names = raw.get("architectures") or []
-    name = str(names[0]) if names else "none"
+    names = raw.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else "none"
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path}: architecture {name} is not supported; {', '.join(ARCHITECTURES)} are."
@@ -179,13 +181,21 @@ def _quantization(raw: Mapping[str, Any], directory: Path) -> QuantConfig | None
 
 
 def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Every id that config.json, generation_config.json or the tokenizer says ends a text."""
+    """Every id that config.json, generation_config.json or the tokenizer says ends a text.
+
+    Raises CheckpointError when one of them is malformed.
+    """
     generation = read_json_if_there(directory / "generation_config.json")
-    found = {*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
     tokenizer = read_json_if_there(directory / "tokenizer_config.json")
     token = token_text(tokenizer.get("eos_token"))
-    if token is not None:
-        found.update(_ids(_id_of(token, tokenizer, directory)))
+    try:
+        found = {*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
+        if token is not None:
+            found.update(_ids(_id_of(token, tokenizer, directory)))
+    except (*_MALFORMED, KeyError) as error:
+        raise CheckpointError(
+            f"{directory}: an end-of-sequence token in its JSON files is malformed: {error}."
+        ) from error
     return frozenset(found)
 
 

@@ -39,6 +39,9 @@ _PARTS |= {f"weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx
 _HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.[kv]_scale)$")
 _GGUF_HARMLESS = frozenset({"rope_freqs.weight"})
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ANY_LAYER = re.compile(r"^(?:model\.layers|blk)\.\d+\.")
+_PART_NAMES = {name: name for name in (*_GGUF_MODULES, *_GGUF_LAYER)}
+_PART_NAMES |= {theirs: ours for ours, theirs in (*_GGUF_MODULES.items(), *_GGUF_LAYER.items())}
 
 
 def layer_module(layer: int, part: str) -> str:
@@ -52,6 +55,11 @@ def gguf_module(module: str) -> str:
     if match is None:
         return _GGUF_MODULES[module]
     return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}"
+
+
+def layer_part(module: str) -> str:
+    """A module of either format in Hugging Face's name, without its layer: mlp.up_proj."""
+    return _PART_NAMES.get(_ANY_LAYER.sub("", module), module)
 
 
 def check_names(names: Iterable[str], config: ModelConfig, where: object, *, gguf: bool) -> None:

@@ -78,9 +78,14 @@ def parse_quantization(raw: Mapping[str, Any], where: str) -> QuantConfig:
             f"{COMPRESSED_TENSORS} are. Export the model to one of them."
         )
     try:
-        return parser(raw, where)
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        config = parser(raw, where)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, re.error) as error:
         raise CheckpointError(f"{where}: malformed quantisation config: {error!r}.") from error
+    if config.bits not in _BITS:
+        raise UnsupportedModelError(
+            f"{where}: quantised to {config.bits} bits; 4 and 8 are supported."
+        )
+    return config
 
 
 def _method_of(raw: Mapping[str, Any]) -> str:

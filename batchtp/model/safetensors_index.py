@@ -59,8 +59,8 @@ def index_tensors(directory: Path) -> Mapping[str, TensorInfo]:
 
 def _indexed(index: Path) -> Mapping[str, TensorInfo]:
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise CheckpointError(f"{index} has no weight_map.")
+    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensors to file names.")
     files = {name: index.parent / name for name in sorted(set(places.values()))}
     for file in files.values():
         if not file.is_file():

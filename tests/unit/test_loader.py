@@ -297,7 +297,7 @@ DOWN = "model.layers.0.mlp.down_proj"
         ),
         (
             "gptqv2-sym-g128",
-            lambda _, c: c["quantization_config"].update(bits=3),
+            lambda _, c: c["quantization_config"].update(dynamic={".*q_proj": {"bits": 3}}),
             r"q_proj is quantised to 3 bits",
         ),
         (
@@ -351,6 +351,9 @@ def test_a_missing_shard_file_is_named(tmp_path: Path) -> None:
     places = dict.fromkeys(tensors, "model.safetensors")
     index.write_text(json.dumps({"weight_map": places}))
     assert together(tmp_path, 2)
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": 5}}))
+    with pytest.raises(CheckpointError, match="no weight_map of tensors to file names"):
+        shards(tmp_path, 1)
     index.write_text(json.dumps({"weight_map": {**places, "lm_head.weight": "other.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"other\.safetensors is missing"):
         shards(tmp_path, 1)

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_files import CONFIG, write_hf
 from rank_driver import all_checkpoints, demo_model
 
 from batchtp.core import DEMO_MODEL
 from batchtp.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError
+from batchtp.kernels.weights import Int4Weight
 from batchtp.model.config import ModelConfig, load_config
 from batchtp.model.inspect import inspect_model
+from batchtp.model.loader import load_shard
 from batchtp.model.quantization import ModuleScheme, parse_quantization
 from batchtp.model.resolve import resolve_model
+from batchtp.model.sharding import ShardPlan
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
@@ -140,6 +144,7 @@ def test_eos_ids_of_every_file(tmp_path: Path) -> None:
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
         ({"architectures": None}, "architecture none"),
+        ({"architectures": {"a": 1}}, "architecture none"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -149,6 +154,7 @@ def test_eos_ids_of_every_file(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantisation 'fp8'"),
         ({"quantization_config": {**AWQ, "version": "gemv"}}, "AWQ version 'gemv'"),
         ({"quantization_config": {**AWQ, "bits": 8}}, "AWQ with 8 bits"),
+        ({"quantization_config": {**GPTQ, "bits": 3}}, "quantised to 3 bits"),
         ({"quantization_config": {**GPTQ, "is_marlin_format": True}}, "'marlin'"),
         ({"quantization_config": {**GPTQ, "pack_dtype": "int8"}}, "pack_dtype 'int8'"),
         ({"quantization_config": compressed(strategy="tensor")}, "strategy 'tensor'"),
@@ -175,7 +181,11 @@ def test_what_cannot_be_served_is_named(
     [
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"hidden_size": "big"}, "malformed"),
+        ({"hidden_size": float("inf")}, "malformed"),
+        ({"num_hidden_layers": 10**12}, "malformed"),
         ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": float("inf")}, "rope theta inf"),
         ({"num_key_value_heads": 3}, "do not share 3 KV heads evenly"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "malformed quantisation"),
         ({"quantization_config": {**GPTQ, "dynamic": {"+:(": {}}}}, "malformed quantisation"),
@@ -237,12 +247,36 @@ def test_compressed_tensors_groups_apply_by_target() -> None:
 def test_every_checkpoint_has_a_config_and_can_be_inspected(checkpoint: Path) -> None:
     config = load_config(checkpoint)
     assert config.quantization is None or config.quantization.bits == 4
-    assert "even shares: 1" in str(inspect_model(checkpoint)["tp_degrees"])
+    assert "even shares: 1" in str(inspect_model(checkpoint).facts["tp_degrees"])
+
+
+def test_inspect_says_what_each_rank_owns() -> None:
+    shares = inspect_model(demo_model()).shares
+    assert [one.tp for one in shares] == list(range(1, 9))
+    assert (shares[1].query_heads, shares[1].kv_heads) == ((5, 4), (2, 2))
+    # Norms are on every rank, and KV head 1 is on both.
+    assert sum(shares[0].nbytes) < sum(shares[1].nbytes) < 1.02 * sum(shares[0].nbytes)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_rank_reads_the_bytes_that_inspect_says(tmp_path: Path, act_order: bool) -> None:
+    write_hf(tmp_path, "compressed-tensors", group_size=8, act_order=act_order)
+    config = load_config(tmp_path)
+    for shares in inspect_model(tmp_path).shares[:2]:
+        for rank, nbytes in enumerate(shares.nbytes):
+            plan = ShardPlan.make(config, shares.tp, rank)
+            weights = load_shard(tmp_path, config, plan, torch.float32, torch.device("cpu"))
+            packed = [w for w in weights.values() if isinstance(w, Int4Weight)]
+            dense = [w for w in weights.values() if isinstance(w, torch.Tensor)]
+            loaded = sum(w.nbytes for w in packed) + sum(w.nbytes for w in dense)
+            # Zero points are unpacked, indices come once for q, k and v, shapes not at all.
+            unpacked = sum(w.zeros.nbytes for w in packed) // 2
+            assert loaded - unpacked == pytest.approx(nbytes, rel=0.04)
 
 
 def test_inspect_says_what_a_checkpoint_is(tmp_path: Path) -> None:
     write_hf(tmp_path, "gptq", sym=True, act_order=True)
-    facts = inspect_model(tmp_path)
+    facts = inspect_model(tmp_path).facts
     assert facts["format"] == "gptq (gptq), 4-bit, groups of 32, symmetric, act-order"
     assert facts["tensors"] == "21 I32, 7 F16, 5 F32"
     (tmp_path / "model.safetensors").write_bytes(b"cut")

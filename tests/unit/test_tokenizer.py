@@ -14,7 +14,7 @@ from model_files import write_gguf
 from rank_driver import DATA, demo_model
 from tokenizers.pre_tokenizers import ByteLevel
 
-from batchtp.errors import RequestError, TokenizerError
+from batchtp.errors import CheckpointError, RequestError, TokenizerError
 from batchtp.worker.tokenizer import IncrementalDecoder, Tokenizer
 
 LLAMA, QWEN = DATA / "awq-g32-zero-range", DATA / "awq-g64"
@@ -163,6 +163,14 @@ def test_missing_and_corrupt_tokenizers_are_named(tmp_path: Path) -> None:
         Tokenizer.from_path(path)
     (path / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+        Tokenizer.from_path(path)
+
+
+@pytest.mark.parametrize("wrong", ["x", [[1]], {"a": 1}, float("inf")])
+def test_a_malformed_end_token_is_named(tmp_path: Path, wrong: Any) -> None:
+    path = changed(tmp_path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(CheckpointError, match=r"end-of-sequence token .* is malformed"):
         Tokenizer.from_path(path)
 
 
