@@ -31,3 +31,8 @@ class RestartPolicy:
             return None
         self._times.append(now)
         return self._delays_secs[min(len(self._times), len(self._delays_secs)) - 1]
+
+    def forgive(self, count: int) -> None:
+        """The last so many restarts were one request's doing, and that request is gone."""
+        for _ in range(min(count, len(self._times))):
+            self._times.pop()

@@ -263,6 +263,8 @@ class Supervisor:
         if len(plan.slices) == 1 and faults >= self._settings.max_attempts:
             message = f"The group faulted {faults} times on this request, and on it alone."
             self._finish(suspect, FinishReason.ERROR, Failure("engine_fault", message))
+            # The restart that follows is its doing too, but is not counted yet.
+            self._restarts.forgive(faults - 1)
 
     def _take_jobs(self) -> None:
         new, cancelled = self._jobs.take()
