@@ -28,12 +28,12 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 def read_gguf_config(path: Path) -> ModelConfig:
     """The file's ModelConfig. Raises ModelError as load_config does."""
     file = open_gguf(path)
-    architecture = file.keys.get("general.architecture", "none")
+    architecture = str(file.keys.get("general.architecture", "none"))
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path}: architecture {architecture} is not supported; {', '.join(ARCHITECTURES)} are."
         )
-    if file.keys.get("split.count", 1) > 1:
+    if (file.integer("split.count") or 1) > 1:
         raise UnsupportedModelError(f"{path} is one part of a split model. Merge the parts first.")
     if file.keys.get(f"{architecture}.expert_count", 0):
         raise UnsupportedModelError(f"{path}: mixtures of experts are not supported.")
@@ -79,7 +79,7 @@ def _model_config(file: GgufFile, architecture: str) -> ModelConfig:
         sliding_layers=frozenset(range(layers)) if window else frozenset(),
         torch_dtype="bfloat16" if bf16 else "float16",
         eos_token_ids=gguf_eos_token_ids(file),
-        bos_token_id=keys.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=file.integer("tokenizer.ggml.bos_token_id"),
         quantization=QuantConfig(method=GGUF, bits=4, group_size=_BLOCK, sym=False),
     )
 
@@ -145,5 +145,5 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
 def gguf_eos_token_ids(file: GgufFile) -> frozenset[int]:
     """Every id that the file says ends a text, a turn or a message."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = (file.keys.get(f"tokenizer.ggml.{name}") for name in names)
-    return frozenset(int(token) for token in found if token is not None)
+    found = (file.integer(f"tokenizer.ggml.{name}") for name in names)
+    return frozenset(token for token in found if token is not None)

@@ -96,6 +96,13 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     _data: Bytes
 
+    def integer(self, key: str) -> int | None:
+        """A key's whole number, None when it is absent. Raises CheckpointError for another kind."""
+        value = self.keys.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise CheckpointError(f"{self.path}: key {key} is {value!r}; expected a whole number.")
+        return value
+
     def blocks(self, tensor: GgufTensor, rows: range, blocks: range) -> Bytes:
         """The bytes of a run of rows and blocks in them: uint8 [rows, blocks * block size]."""
         first = tensor.start + rows.start * tensor.row_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -46,7 +45,7 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _splitter(split, file)
     tokenizer.decoder = decoders.ByteLevel()
-    _add_special(tokenizer, tokens, keys)
+    _add_special(tokenizer, tokens, file)
     return tokenizer
 
 
@@ -88,8 +87,10 @@ def _splitter(name: str, file: GgufFile) -> PreTokenizer:
     )
 
 
-def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], keys: Mapping[str, Any]) -> None:
-    kinds = keys.get("tokenizer.ggml.token_type") or ()
+def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], file: GgufFile) -> None:
+    kinds = file.keys.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list):
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.token_type is not a list.")
     for token, kind in zip(tokens, kinds, strict=False):
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])

@@ -166,14 +166,17 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = build_tokenizer(file)
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = file.keys.get(f"tokenizer.ggml.{key}_token_id")
-        text = None if number is None else backend.id_to_token(number)
+        number = file.integer(f"tokenizer.ggml.{key}_token_id")
+        text = None if number is None or number < 0 else backend.id_to_token(number)
         if text is not None:
             special[f"{name}_token"] = text
+    bos = file.integer("tokenizer.ggml.bos_token_id") if adds_bos(file) else None
+    if bos is not None and "bos_token" not in special:
+        raise TokenizerError(f"{path}: its first token's id, {bos}, is not in its vocabulary.")
     source = file.keys.get("tokenizer.chat_template")
     return Tokenizer(
         backend=backend,
         eos_token_ids=gguf_eos_token_ids(file),
         template=ChatTemplate(source, special) if isinstance(source, str) else None,
-        bos_id=file.keys.get("tokenizer.ggml.bos_token_id") if adds_bos(file) else None,
+        bos_id=bos,
     )

@@ -273,6 +273,13 @@ def test_gguf_special_tokens_are_one_token(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 2 + 256 + 3
 
 
+def test_gguf_ids_of_another_kind_are_named(tmp_path: Path) -> None:
+    for key in ("bos", "eos", "eot", "unknown"):
+        name = f"tokenizer.ggml.{key}_token_id"
+        with pytest.raises(CheckpointError, match=rf"key {name} is 1\.5"):
+            bpe(tmp_path, **{name: 1.5})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -280,6 +287,8 @@ def test_gguf_special_tokens_are_one_token(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "tekken"}, "splitting 'tekken' is not supported"),
         ({"tokenizer.ggml.merges": ["q zz"]}, "not of its tokens"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "the same token twice"),
+        ({"tokenizer.ggml.token_type": 1}, "token_type is not a list"),
+        ({"tokenizer.ggml.bos_token_id": 999}, "999, is not in its vocabulary"),
         ({"tokenizer.ggml.merges": [1]}, r"no list of tokenizer\.ggml\.merges"),
     ],
 )
