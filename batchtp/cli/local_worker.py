@@ -10,6 +10,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+from batchtp import services
 from batchtp.client import Client
 from batchtp.errors import EngineError
 from batchtp.services.launch import launch_command
@@ -90,8 +91,10 @@ class Serving:
         if self._own is not None:
             self._own.check()
         elif time.monotonic() >= self._next_look:
-            # A worker that was killed is believed alive until its last sign of life has expired.
-            if not self._client.serving(self._model):
+            # A worker that was killed is believed alive until its last sign of life has expired,
+            # unless nobody can have been alive before us.
+            alone = services.started_here(self._settings)
+            if alone or not self._client.serving(self._model):
                 self._own = LocalWorker(self._settings)
             self._next_look = time.monotonic() + _LOOK_SECS
         return self._own is not None

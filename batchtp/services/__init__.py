@@ -10,8 +10,18 @@ from batchtp.services.attach import (
     down,
     ensure,
     release,
+    started_here,
     status,
     up,
 )
 
-__all__ = ["Endpoints", "ServicesStatus", "down", "ensure", "release", "status", "up"]
+__all__ = [
+    "Endpoints",
+    "ServicesStatus",
+    "down",
+    "ensure",
+    "release",
+    "started_here",
+    "status",
+    "up",
+]

@@ -48,6 +48,7 @@ class ServicesStatus:
 # One shared lock a data directory, held until `release` or the end of the process: the kernel
 # drops it however we die.
 _held: dict[Path, FileLock] = {}
+_started: set[Path] = set()
 
 
 def ensure(settings: Settings) -> Endpoints:
@@ -107,6 +108,11 @@ def down(settings: Settings) -> bool:
     return True
 
 
+def started_here(settings: Settings) -> bool:
+    """Whether this process started the embedded services it holds: nobody used them before."""
+    return settings.home_path in _started
+
+
 def status(settings: Settings) -> ServicesStatus:
     """How the embedded services of this data directory stand. Starts nothing."""
     layout = Layout(settings.home_path)
@@ -159,6 +165,7 @@ def _find_or_start(layout: Layout, stay: bool) -> Endpoints:
             owner = layout.lock("owner")
             _wait(lambda: not is_held(owner), _STOP_SECS, "The keeper that is stopping")
             _start_keeper(layout, stay)
+            _started.add(layout.home)
             state = _read_state(layout)
     finally:
         start.release()
@@ -221,6 +228,7 @@ def _read_state(layout: Layout) -> dict[str, Any] | None:
 
 
 def _drop(layout: Layout) -> None:
+    _started.discard(layout.home)
     lock = _held.pop(layout.home, None)
     if lock is not None:
         lock.release()

@@ -162,6 +162,7 @@ def test_killed_in_the_middle_nothing_is_left_and_the_same_command_goes_on(runs:
     assert again.returncode == 0, stderr
     assert json.loads(stdout)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
     assert "Going on with" in stderr
+    assert "starting the worker" in stderr
 
 
 def test_a_dead_worker_is_reported_with_its_log_at_once(runs: Runs) -> None:
