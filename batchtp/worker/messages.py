@@ -74,8 +74,8 @@ class Slice(NamedTuple):
     """One sequence's part of a step: compute `token_ids` at positions start.. and, if `sample`,
     draw the next token after the last of them.
 
-    `slots[i]` is the row of the KV cache (block * block_size + offset) for token i;
-    `blocks` is the sequence's block table, long enough for start + len(token_ids) tokens.
+    `blocks` is the sequence's block table, long enough for start + len(token_ids) tokens: token i
+    is in row blocks[i // block_size] * block_size + i % block_size of the cache.
     """
 
     sequence_id: int
