@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from batchtp.settings import Settings, load_settings
 
 USER = """
 import sys
+import tempfile
 from batchtp import services
 from batchtp.settings import load_settings
 print(services.ensure(load_settings({"home": sys.argv[1]}, environ={})).redis_url, flush=True)
@@ -209,4 +212,31 @@ def test_data_of_another_postgres_version_is_refused(own: Settings) -> None:
     services.release(own)
     (data / "PG_VERSION").write_text("12\n")
     with pytest.raises(EmbeddedServiceError, match="made by Postgres 12"):
+        services.ensure(own)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_root_without_user_namespaces_runs_postgres_as_nobody(own: Settings) -> None:
+    # The place that is chosen on such a machine; a test's own folder is closed to others.
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        Path(base).chmod(0o711)
+        services_folder = own.home_path / "services"
+        services_folder.mkdir(parents=True, mode=0o700)
+        placement = {"identity": "nobody", "base": base}
+        (services_folder / "placement.json").write_text(json.dumps(placement))
+        for _ in range(2):
+            assert ask(services.ensure(own), "select 1") == 1
+            data = Path(dict(services.status(own).data)["postgres"])
+            services.release(own)
+        assert data.parent == Path(base)
+        assert data.stat().st_uid == 65534
+
+
+def test_data_of_a_user_is_refused_to_root_and_the_reverse(own: Settings) -> None:
+    services.ensure(own)
+    services.release(own)
+    other = "plain" if os.getuid() == 0 else "userns"
+    record = own.home_path / "services" / "placement.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "identity": other}))
+    with pytest.raises(EmbeddedServiceError, match=r"was started .* before"):
         services.ensure(own)
