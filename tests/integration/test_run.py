@@ -150,7 +150,7 @@ def test_a_file_becomes_results_and_bad_lines_become_errors(runs: Runs) -> None:
 
 
 def test_killed_in_the_middle_nothing_is_left_and_the_same_command_goes_on(runs: Runs) -> None:
-    runs.write(QUESTION, *[story(i, 64) for i in range(3)])
+    runs.write(QUESTION, *[story(i, 40) for i in range(3)])
     process = runs.start()
     wait(lambda: runs.tokens() > 0, 120.0)
     process.send_signal(signal.SIGKILL)
