@@ -143,11 +143,12 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m batchtp.testing.fake_rank")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--generations", type=int, default=1)
     arguments = parser.parse_args()
-    die_with_parent()
+    die_with_parent(arguments.parent)
     try:
         FakeRank(socket.socket(fileno=arguments.fd), arguments).run()
     except (EOFError, ConnectionError):

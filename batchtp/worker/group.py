@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import selectors
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from batchtp.errors import EngineError
 from batchtp.worker.diagnosis import Evidence, GroupFaultError, Moment, diagnose, late
+from batchtp.worker.meeting import MeetingPlace
 from batchtp.worker.messages import (
     FromRank,
     GroupConfig,
@@ -66,8 +65,7 @@ class RankGroup:
         self._selector = selectors.DefaultSelector()
         self._ranks: list[RankProcess] = []
         self._moment = Moment("start")
-        # Its own folder a generation: in a stale FileStore old and new ranks would meet.
-        self._folder = tempfile.TemporaryDirectory(prefix="batchtp-group-")
+        self._meeting = MeetingPlace()
         try:
             for number in range(config.tp):
                 self._spawn(number, command)
@@ -92,9 +90,8 @@ class RankGroup:
         Raises GroupFaultError when a rank dies or is late, Interrupted.
         """
         deadline = time.monotonic() + timeout_secs
-        rendezvous = str(Path(self._folder.name) / "rendezvous")
         for rank in self._ranks:
-            hello = Hello(self._config, rank.number, self.generation, rendezvous)
+            hello = Hello(self._config, rank.number, self.generation, self._meeting.rendezvous)
             self._send([rank], hello, deadline)
         answers = self._gather(Ready, deadline, timeout_secs)
         blocks = min(ready.kv_blocks for ready in answers)
@@ -142,7 +139,7 @@ class RankGroup:
         for rank in ranks:
             rank.close()
         self._selector.close()
-        self._folder.cleanup()
+        self._meeting.close()
         if stuck:
             raise EngineError(
                 f"Rank process {stuck[0]} does not die of SIGKILL: the kernel holds it, most "

@@ -1,6 +1,7 @@
-"""A rank: one process, one device, one share of the model. `python -m batchtp.worker.rank --fd N`
+"""A rank: one process, one device, one share of the model.
 
-N is the rank's end of a connected Unix socket to the supervisor; worker.messages has the protocol.
+Started as `python -m batchtp.worker.rank --fd N --parent PID`: N is its end of a connected Unix
+socket to the supervisor, whose process id is PID; worker.messages has the protocol.
 
 A rank never outlives its supervisor: PR_SET_PDEATHSIG, which Linux ties to the *thread* that
 started the process, so that thread has to live as long as the group. It ignores SIGINT and SIGTERM,
@@ -135,13 +136,15 @@ class Rank:
             self._send(fault)
 
 
-def die_with_parent() -> None:
-    """SIGKILL this process when the thread that started it ends; at once if it already has."""
-    parent = os.getppid()
+def die_with_parent(parent_pid: int) -> None:
+    """SIGKILL this process when the thread that started it ends; exit if it already has.
+
+    The pid comes from the parent: asked for here, it would be the adopter's after an early death.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
@@ -149,8 +152,9 @@ def main() -> NoReturn:
     """Entry point of the rank process; does not return."""
     parser = argparse.ArgumentParser(prog="python -m batchtp.worker.rank")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the supervisor")
+    parser.add_argument("--parent", type=int, required=True, help="the supervisor's process id")
     arguments = parser.parse_args()
-    die_with_parent()
+    die_with_parent(arguments.parent)
     # Read when OpenMP is loaded, which is when torch is. Threads that spin for work take the cores
     # from whatever else runs here: with a busy machine a step takes seven times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -38,7 +38,7 @@ class RankProcess:
         os.set_blocking(self.output, False)
         try:
             self._process = subprocess.Popen(
-                [*command, "--fd", str(theirs.fileno())],
+                [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -157,9 +158,10 @@ def test_a_killed_peer_is_a_fault_of_the_survivor(tmp_path: Path) -> None:
 
 
 PARENT = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 fd = int(sys.argv[1])
 command = [sys.executable, "-m", "batchtp.worker.rank", "--fd", str(fd)]
+command += ["--parent", str(os.getpid())]
 rank = subprocess.Popen(command, pass_fds=[fd])
 time.sleep(600)
 """
@@ -179,6 +181,16 @@ def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
             parent.kill()
         with pytest.raises(EOFError):
             receive(ours)
+
+
+def test_a_rank_whose_parent_died_before_it_could_ask_ends_at_once() -> None:
+    # Its socket stays open and silent: nothing but the pid it was told can end it.
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "batchtp.worker.rank", "--fd", str(theirs.fileno())]
+        command += ["--parent", str(os.getppid())]
+        rank = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        assert rank.wait(DEADLINE_SECS) == 1
 
 
 def test_rank_imports_neither_transformers_nor_the_front() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from batchtp.settings import Settings, load_settings
-
-yaml = pytest.importorskip("yaml", reason="PyYAML comes with huggingface-hub")
 
 ROOT = Path(__file__).parents[2]
 PASSWORDS = {"VALKEY_PASSWORD": "v1", "POSTGRES_PASSWORD": "p2"}

@@ -61,7 +61,8 @@ def model_config(rope: RopeConfig) -> ModelConfig:
 
 def transformers_rows(kind: str, parameters: dict[str, Any], positions: torch.Tensor) -> Any:
     """cos | sin of the positions, as one forward of that length computes them."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers.models.llama import modeling_llama as llama
+
     config = llama.LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
