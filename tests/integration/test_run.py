@@ -51,6 +51,10 @@ def story(index: int, max_tokens: int) -> dict[str, object]:
     }
 
 
+def _heed_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Runs:
     """Starts `batchtp run` in a folder of its own; ends what is left of it."""
 
@@ -73,6 +77,9 @@ class Runs:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # As from a terminal: a shell's background job, which these tests may be part of, has
+            # SIGINT ignored, and rightly hands that on.
+            preexec_fn=_heed_sigint,
         )
         self._started.append(process)
         return process
