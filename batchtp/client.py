@@ -118,6 +118,16 @@ class Client:
         """Whether some live worker serves this model. Raises BrokerUnavailableError."""
         return model in self.served_models()
 
+    def loaded_share(self, model: str) -> float | None:
+        """How much of the model's weights its first worker has, 0 to 1; None without a worker.
+
+        Raises BrokerUnavailableError.
+        """
+        try:
+            return workers.loaded_share(self._submitter.redis, self.settings, model)
+        except redis.RedisError as error:
+            raise _unavailable(self.settings.redis_url, error) from error
+
     def served_models(self) -> frozenset[str]:
         """Models that live workers serve. Raises BrokerUnavailableError."""
         try:

@@ -52,6 +52,17 @@ class Settings:
         "CPU has bfloat16 instructions.",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
+    quantize: str = _setting(
+        "none",
+        "int4: round the linears of an unquantised checkpoint at load.",
+        choices=("none", "int4"),
+    )
+    weight_cache: str = _setting(
+        "auto",
+        "Directory of shards ready for the device, for a quick second load. auto: under the home. "
+        "off: none.",
+    )
+    weight_cache_gib: float = _setting(100.0, "Most GiB the weight cache may hold.", low=0)
     max_model_len: int = _setting(0, "Longest prompt + output, tokens. 0: the model's.", low=0)
     max_sequences: int = _setting(64, "Sequences that may run at once.", low=1)
     max_batched_tokens: int = _setting(1024, "Token budget of one step.", low=1)
@@ -94,6 +105,15 @@ class Settings:
     def home_path(self) -> Path:
         """The data directory, absolute."""
         return Path(self.home).expanduser().absolute()
+
+    @property
+    def weight_cache_path(self) -> Path | None:
+        """Where shards are kept; None where none are."""
+        if self.weight_cache == "off" or not self.weight_cache_gib:
+            return None
+        if self.weight_cache == "auto":
+            return self.home_path / "weights"
+        return Path(self.weight_cache).expanduser().absolute()
 
     def shown(self, name: str) -> str:
         """The value as it may be printed: credentials in a URL are masked."""

@@ -19,6 +19,7 @@ from batchtp.worker.messages import (
     FromRank,
     GroupConfig,
     Hello,
+    Loading,
     Plan,
     RankFault,
     Ready,
@@ -115,6 +116,13 @@ def generate(
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
+def receive_answer(sock: socket.socket) -> Any:
+    """A rank's next message that is more than news of its loading."""
+    while isinstance(message := receive(sock), Loading):
+        pass
+    return message
+
+
 class RankGroup:
     """Rank processes over socket pairs, from Hello to a running group."""
 
@@ -169,7 +177,7 @@ class RankGroup:
     def receive_all(self) -> list[FromRank]:
         answers: list[FromRank] = []
         for sock in self.sockets:
-            message = receive(sock)
+            message = receive_answer(sock)
             assert isinstance(message, Ready | StepResult | RankFault)
             answers.append(message)
         return answers

@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from batchtp.client import Client
 from batchtp.core import BatchStatus
 
 # Long enough to span a few steps of a slow group, short enough to show a change of pace.
@@ -104,6 +105,18 @@ class ProgressView:
         else:
             self._console.print(text, markup=False)
 
+    def loading(self, done: float) -> None:
+        """The model is being loaded, and so much of it is there, 0 to 1."""
+        now = time.monotonic()
+        if self._live:
+            text = f"{100 * done:.0f} %"
+            self._bar.update(
+                self._task, description="loading the model", total=1, completed=done, text=text
+            )
+        elif now - self._last_line >= _LINE_EVERY_SECS:
+            self._last_line = now
+            self._console.print(f"loading the model: {100 * done:.0f} %", markup=False)
+
     def show(self, status: BatchStatus) -> None:
         """The batch as it stands now."""
         now = time.monotonic()
@@ -134,6 +147,17 @@ class ProgressView:
         if left is not None and not status.state.final:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)
+
+
+def show_progress(view: ProgressView, client: Client, status: BatchStatus) -> None:
+    """The batch as it stands, or how far its model has loaded while nothing can have begun."""
+    loaded = None
+    if status.started_at is None and not status.state.final:
+        loaded = client.loaded_share(status.model)
+    if loaded is None or loaded >= 1:
+        view.show(status)
+    else:
+        view.loading(loaded)
 
 
 def duration(seconds: float) -> str:

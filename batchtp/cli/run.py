@@ -18,7 +18,7 @@ from batchtp.cli.connection import connected
 from batchtp.cli.failures import Terminated, handled
 from batchtp.cli.local_worker import Serving
 from batchtp.cli.output import emit_json, emit_text, note
-from batchtp.cli.progress import ProgressView, duration
+from batchtp.cli.progress import ProgressView, duration, show_progress
 from batchtp.cli.shown import status_document
 from batchtp.cli.unfinished import UnfinishedRun
 from batchtp.cli.written import check_writable, write_results
@@ -140,7 +140,7 @@ def _deliver(job: Job, settings: Settings, name: str, view: ProgressView) -> dic
     unfinished = UnfinishedRun(settings.home_path, job.file, name, str(job.text))
     with Client(settings) as client, _serving(client, settings, name, view) as serving:
         batch = _submit(client, job, name, unfinished)
-        status = _follow(batch, serving, view)
+        status = _follow(client, batch, serving, view)
         _require_completed(status, unfinished)
         view.phase("writing")
         written, failed = write_results(batch, job.output, job.errors)
@@ -191,11 +191,11 @@ def _submit(client: Client, job: Job, model: str, unfinished: UnfinishedRun) -> 
         raise
 
 
-def _follow(batch: Batch, serving: Serving, view: ProgressView) -> BatchStatus:
+def _follow(client: Client, batch: Batch, serving: Serving, view: ProgressView) -> BatchStatus:
     """Show the batch until it is final. Raises EngineError as soon as our worker is gone."""
     while True:
         status = batch.status()
-        view.show(status)
+        show_progress(view, client, status)
         if status.state.final:
             return status
         serving.look()

@@ -11,7 +11,7 @@ from batchtp.cli.batches import BatchId
 from batchtp.cli.connection import client_for
 from batchtp.cli.failures import handled
 from batchtp.cli.output import emit_json, emit_table
-from batchtp.cli.progress import ProgressView
+from batchtp.cli.progress import ProgressView, show_progress
 from batchtp.cli.shown import status_document, status_rows
 from batchtp.core import BatchState
 
@@ -43,7 +43,7 @@ def watch(
             if as_json and found != last:
                 emit_json(status_document(found))
             elif not as_json:
-                view.show(found)
+                show_progress(view, client, found)
             last = found
             if found.state.final:
                 break

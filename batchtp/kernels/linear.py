@@ -22,6 +22,7 @@ from torch import Tensor
 
 from batchtp.kernels import int4_matmul
 from batchtp.kernels.dispatch import uses_triton
+from batchtp.kernels.flat import Stored
 from batchtp.kernels.packed import PackedInt4, check_weight, pack
 from batchtp.kernels.weights import Int4Weight, ZeroKind, dequantize, unpack
 
@@ -42,15 +43,26 @@ class CpuInt4:
 Prepared: TypeAlias = Tensor | PackedInt4 | CpuInt4
 
 
-def prepare(weight: Tensor | Int4Weight, dtype: torch.dtype) -> Prepared:
+def pack_for_device(weight: Stored) -> Stored:
+    """The weight in the kernel's layout where a kernel will run it, else as it is.
+
+    Raises KernelInputError where an int4 weight's tensors do not fit together.
+    """
+    if isinstance(weight, Int4Weight) and uses_triton(weight.qweight):
+        return pack(weight)
+    return weight
+
+
+def prepare(weight: Stored, dtype: torch.dtype) -> Prepared:
     """The form that `linear` takes. A dense weight is [N, K], as torch's own linears have it.
 
     Raises KernelInputError where an int4 weight's tensors do not fit together.
     """
+    weight = pack_for_device(weight)
     if isinstance(weight, Tensor):
         return weight.to(dtype)
-    if uses_triton(weight.qweight):
-        return pack(weight)
+    if isinstance(weight, PackedInt4):
+        return weight
     check_weight(weight)
     dense = dequantize(weight, dtype).t().contiguous()
     if dtype is torch.bfloat16 and _has_bfloat16() and fits_cpu_op(weight):

@@ -15,17 +15,19 @@ import batchtp.kernels.rms_norm as _rms_norm
 import batchtp.kernels.rope_and_cache as _rope_and_cache
 import batchtp.kernels.silu_mul as _silu_mul
 from batchtp.kernels.dispatch import uses_triton
-from batchtp.kernels.linear import linear, prepare
+from batchtp.kernels.linear import linear, pack_for_device, prepare
 from batchtp.kernels.weights import Int4Weight
 
 __all__ = [
     "int4_matmul",
     "linear",
+    "pack_for_device",
     "paged_attention",
     "prepare",
     "rms_norm",
     "rope_and_cache",
     "silu_mul",
+    "uses_triton",
 ]
 
 

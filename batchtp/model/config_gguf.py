@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from batchtp.errors import CheckpointError, UnsupportedModelError
 from batchtp.model.config_records import MOST_LAYERS, ModelConfig, RopeConfig
-from batchtp.model.gguf import BF16, F32, GgufFile, open_gguf
+from batchtp.model.gguf import BF16, F32, GgufFile, open_gguf, read_blocks
 from batchtp.model.quantization import GGUF, QuantConfig
+from batchtp.model.ranged import RangedFile
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -123,7 +125,8 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
             f"{file.path}: tensor rope_freqs.weight is {tensor.type.name} {tensor.shape}; "
             f"expected F32 {(head_dim // 2,)}."
         )
-    stored = file.blocks(tensor, range(1), range(head_dim // 2)).view("<f4")[0]
+    with closing(RangedFile(file.path)) as opened:
+        stored = read_blocks(opened, tensor, range(1), range(head_dim // 2)).view("<f4")[0]
     factor = float(stored.max())
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     blend = (_LLAMA3_ORIGINAL / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchtp.errors import CheckpointError, UnsupportedModelError
+from batchtp.model.ranged import RangedFile, Span
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -89,12 +90,11 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open GGUF file: its keys, where its tensors are, and its bytes, mapped read-only."""
+    """A GGUF file's keys, and where its tensors are."""
 
     path: Path
     keys: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-    _data: Bytes
 
     def integer(self, key: str) -> int | None:
         """A key's whole number, None when it is absent. Raises CheckpointError for another kind."""
@@ -103,25 +103,43 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: key {key} is {value!r}; expected a whole number.")
         return value
 
-    def blocks(self, tensor: GgufTensor, rows: range, blocks: range) -> Bytes:
-        """The bytes of a run of rows and blocks in them: uint8 [rows, blocks * block size]."""
-        first = tensor.start + rows.start * tensor.row_bytes
-        raw = self._data[first : first + len(rows) * tensor.row_bytes]
-        size = tensor.type.size
-        return raw.reshape(len(rows), tensor.row_bytes)[:, blocks.start * size : blocks.stop * size]
+
+def read_blocks(opened: RangedFile, tensor: GgufTensor, rows: range, blocks: range) -> Bytes:
+    """The bytes of a run of rows and blocks in them: uint8 [rows, blocks * block size].
+
+    Raises CheckpointError when the file is cut short.
+    """
+    width = len(blocks) * tensor.type.size
+    span = Span(
+        start=tensor.start + rows.start * tensor.row_bytes,
+        rows=len(rows),
+        stride=tensor.row_bytes,
+        skip=blocks.start * tensor.type.size,
+        width=width,
+    )
+    found = np.empty((len(rows), width), dtype=np.uint8)
+    opened.read(span, found.reshape(-1).data)
+    return found
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Parse the header and map the file.
+    """Parse the header.
 
     Raises CheckpointError when it is not GGUF, cut short or corrupt; UnsupportedModelError for a
     version or tensor type that is not read.
     """
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # Mapped while the header is parsed: its end is not known before.
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        ):
+            return _parsed(path, mapped)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"Cannot read {path}: {error}") from error
+
+
+def _parsed(path: Path, mapped: mmap.mmap) -> GgufFile:
     cursor = _Cursor(mapped, path)
     try:
         keys, tensors = _header(cursor)
@@ -135,7 +153,7 @@ def open_gguf(path: Path) -> GgufFile:
                 f"{path} is cut short: tensor {tensor.name} ends at byte "
                 f"{tensor.start + tensor.nbytes}, the file at {len(mapped)}. Download it again."
             )
-    return GgufFile(path, keys, tensors, np.frombuffer(mapped, dtype=np.uint8))
+    return GgufFile(path, keys, tensors)
 
 
 def _header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

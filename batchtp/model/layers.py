@@ -15,9 +15,9 @@ from torch import Tensor
 
 from batchtp.errors import CheckpointError
 from batchtp.kernels import ops
-from batchtp.kernels.weights import Int4Weight
+from batchtp.kernels.flat import Stored
 
-LinearWeight: TypeAlias = Tensor | Int4Weight | tuple[Tensor | Int4Weight, ...]
+LinearWeight: TypeAlias = Stored | tuple[Stored, ...]
 ShardTensors: TypeAlias = MutableMapping[str, LinearWeight]
 AllReduce: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -15,7 +15,7 @@ from batchtp.core import (
     RequestKey,
 )
 from batchtp.errors import EngineError, GroupStoppedError, ModelError
-from batchtp.worker.engine import Sink
+from batchtp.worker.engine import OnLoading, Sink, ignore_loading
 
 CONTEXT = 4096
 
@@ -72,7 +72,7 @@ class FakeEngine:
             self._jobs = []
             self._changed.notify_all()
 
-    def start(self) -> None:
+    def start(self, on_loading: OnLoading = ignore_loading) -> None:
         """See Engine."""
         if self._failure is not None:
             raise self._failure

@@ -13,13 +13,19 @@ from batchtp.core import Completion, EngineInfo, GenerationRequest, RequestKey
 from batchtp.errors import EngineError, ModelError
 
 Sink: TypeAlias = Callable[[Completion], None]
+#: Told the share of the weights that every rank has, 0 to 1, from any thread, one call at a time.
+OnLoading: TypeAlias = Callable[[float], None]
+
+
+def ignore_loading(done: float) -> None:
+    """For who does not want to know how far the model has loaded."""
 
 
 class Engine(Protocol):
     """A long-lived generator of completions. Every method may be called from any thread."""
 
-    def start(self) -> None:
-        """Bring the group up; return when it can take work.
+    def start(self, on_loading: OnLoading = ignore_loading) -> None:
+        """Bring the group up; return when it can take work. `on_loading` hears of it.
 
         Raises `ModelError` or `GroupStartError` within the start-up budget.
         """

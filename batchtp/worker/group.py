@@ -15,11 +15,13 @@ from typing import NoReturn, TypeVar
 
 from batchtp.errors import EngineError
 from batchtp.worker.diagnosis import Evidence, GroupFaultError, Moment, diagnose, late
+from batchtp.worker.engine import OnLoading, ignore_loading
 from batchtp.worker.meeting import MeetingPlace
 from batchtp.worker.messages import (
     FromRank,
     GroupConfig,
     Hello,
+    Loading,
     Plan,
     RankFault,
     Ready,
@@ -46,10 +48,28 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the caller asked for
     """The caller's `interrupted` callback said to stop waiting."""
 
 
+class Loaded:
+    """How far the ranks have loaded; `tell` hears of the slowest one's share, 0 to 1."""
+
+    def __init__(self, tp: int, tell: OnLoading) -> None:
+        self._done = [0.0] * tp
+        self._tell = tell
+
+    def without(self, messages: Sequence[FromRank]) -> list[FromRank]:
+        """Take in the news of loading; the other messages."""
+        news = [message for message in messages if isinstance(message, Loading)]
+        for message in news:
+            self._done[message.rank] = message.done
+        if news:
+            self._tell(min(self._done))
+        return [message for message in messages if not isinstance(message, Loading)]
+
+
 class RankGroup:
     """`config.tp` rank processes of one generation. A context manager: leaving kills them.
 
     `interrupted` is asked during every wait for ranks; once it is true, `Interrupted` is raised.
+    `on_loading` is told what share of the weights every rank has, again and again.
     """
 
     def __init__(
@@ -58,8 +78,10 @@ class RankGroup:
         generation: int,
         command: Sequence[str] = RANK_COMMAND,
         interrupted: Callable[[], bool] = lambda: False,
+        on_loading: OnLoading = ignore_loading,
     ) -> None:
         self.generation = generation
+        self._loading = Loaded(config.tp, on_loading)
         self._config = config
         self._interrupted = interrupted
         self._selector = selectors.DefaultSelector()
@@ -193,7 +215,7 @@ class RankGroup:
             raise self._broken(rank, "closed its socket")
         if any(isinstance(message, RankFault) for message in messages):
             raise self._broken(rank, "raised")
-        return messages
+        return self._loading.without(messages)
 
     def _broken(self, first: RankProcess, complaint: str) -> GroupFaultError:
         """The fault, once the dust has settled over who broke the group."""

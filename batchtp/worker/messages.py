@@ -5,7 +5,7 @@ little-endian length and a pickle of one of these records. Both ends are this pr
 over a socket nobody else can open, so pickle is safe here and nowhere else.
 
     supervisor -> rank   Hello, StartCache, Plan, Shutdown
-    rank -> supervisor   Ready, StepResult (rank 0 with tokens, others without), RankFault
+    rank -> supervisor   Loading, Ready, StepResult (rank 0 with tokens, others without), RankFault
 
 A step: the supervisor sends the same Plan to every rank; every rank answers with a StepResult that
 names the generation and the step. Anything of an older generation is dropped.
@@ -37,6 +37,9 @@ class GroupConfig:
     kv_blocks: int  # 0: from free memory
     memory_fraction: float
     step_timeout_secs: float  # the backend's own timeout: only the backstop
+    quantize: str = "none"  # "int4": round an unquantised checkpoint's linears at load
+    weight_cache: str = ""  # directory of shards as the device computes with them; empty: none
+    weight_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,15 @@ class Hello:
     rank: int
     generation: int
     rendezvous: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The rank reads its share: `done` of it, 0 to 1. Any number of them come before Ready."""
+
+    rank: int
+    generation: int
+    done: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ class Shutdown:
 
 
 ToRank: TypeAlias = Hello | StartCache | Plan | Shutdown
-FromRank: TypeAlias = Ready | StepResult | RankFault
+FromRank: TypeAlias = Loading | Ready | StepResult | RankFault
 
 
 def encode(message: ToRank | FromRank) -> bytes:

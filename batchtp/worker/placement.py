@@ -71,6 +71,7 @@ def find_dtype(wanted: str, device: str, config: ModelConfig) -> str:
 def group_config(settings: Settings, model: ModelOnDisk) -> GroupConfig:
     """What every rank is told. Memory is set aside for steps of `max_batched_tokens`."""
     context = settings.max_model_len or model.config.max_position_embeddings
+    cache = settings.weight_cache_path
     unsplit = 0 if settings.chunked_prefill else context
     return GroupConfig(
         model_path=str(model.path),
@@ -84,6 +85,9 @@ def group_config(settings: Settings, model: ModelOnDisk) -> GroupConfig:
         kv_blocks=settings.kv_blocks,
         memory_fraction=settings.memory_fraction,
         step_timeout_secs=step_deadline_secs(settings, model.device) + _BACKSTOP_SECS,
+        quantize=settings.quantize,
+        weight_cache=str(cache or ""),
+        weight_cache_bytes=int(settings.weight_cache_gib * 2**30),
     )
 
 

@@ -26,6 +26,7 @@ from batchtp.errors import ModelError, UsageError
 from batchtp.worker.messages import (
     FromRank,
     Hello,
+    Loading,
     Plan,
     RankFault,
     Ready,
@@ -76,7 +77,7 @@ class Rank:
         group, device = startup.join_group(hello)
         self._phase = "load"
         started = time.monotonic()
-        loaded = startup.load(hello, group, device)
+        loaded = startup.load(hello, group, device, self._loading)
         self._send(self._ready(loaded, time.monotonic() - started))
         start = self._receive(StartCache)
         self._phase = "cache"
@@ -99,6 +100,9 @@ class Rank:
             bad=drawn.bad,
             compute_secs=time.monotonic() - started,
         )
+
+    def _loading(self, done: float) -> None:
+        self._send(Loading(self._number, self._generation, done))
 
     def _ready(self, loaded: LoadedShard, load_secs: float) -> Ready:
         return Ready(

@@ -22,6 +22,7 @@ from batchtp.store import Store, leases, migrate, sweep
 from batchtp.worker.chunk import ChunkWork
 from batchtp.worker.doorbell import Doorbell
 from batchtp.worker.engine import Engine
+from batchtp.worker.loading import LoadingReport
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,11 @@ class Runtime:
         """
         migrate.check(self.store)
         self._standing("drain", self._end_start)
-        self.engine.start()
+        loading = LoadingReport(self._announce_loading)
+        try:
+            self.engine.start(loading.show)
+        finally:
+            loading.end()
         if self._draining.is_set():
             raise GroupStoppedError("The worker was told to stop while it started.")
         log.info("serving", extra={"model": self.model, "worker": self.name})
@@ -196,6 +201,12 @@ class Runtime:
 
     def _announce(self) -> None:
         workers.announce(self._redis, self.settings, self.name, self.model)
+
+    def _announce_loading(self, loaded: float) -> None:
+        try:
+            workers.announce(self._redis, self.settings, self.name, self.model, loaded)
+        except redis.RedisError as error:
+            log.warning("could not tell how far loading is: %s", error)
 
     def _watch_engine(self) -> None:
         if self.engine.failure() is not None:

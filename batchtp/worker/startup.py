@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
-from batchtp.kernels.weights import Int4Weight
-from batchtp.model.config import load_config
+from batchtp.kernels import ops
+from batchtp.kernels.flat import Stored
+from batchtp.model.config import ModelConfig, load_config
 from batchtp.model.decoder import Decoder, check_length
 from batchtp.model.layers import LinearWeight
-from batchtp.model.loader import load_shard
+from batchtp.model.loader import Progress, load_shard
 from batchtp.model.sharding import ShardPlan
+from batchtp.model.weight_cache import CacheKey, WeightCache, checkpoint_digest
 from batchtp.worker.cache import block_budget, make_cache, usable_cores
 from batchtp.worker.comm import Group, join, rank_device
 from batchtp.worker.messages import GroupConfig, Hello
@@ -45,7 +47,9 @@ def join_group(hello: Hello) -> tuple[Group, torch.device]:
     return group, device
 
 
-def load(hello: Hello, group: Group, device: torch.device) -> LoadedShard:
+def load(
+    hello: Hello, group: Group, device: torch.device, progress: Progress = lambda done: None
+) -> LoadedShard:
     """Read the rank's share of the checkpoint and size its cache.
 
     Raises ModelError for a checkpoint that cannot be served.
@@ -55,7 +59,7 @@ def load(hello: Hello, group: Group, device: torch.device) -> LoadedShard:
     max_model_len = settings.max_model_len or config.max_position_embeddings
     check_length(config, max_model_len)
     shards = [ShardPlan.make(config, settings.tp, rank) for rank in range(settings.tp)]
-    tensors = load_shard(path, config, shards[hello.rank], _DTYPES[settings.dtype], device)
+    tensors = _weights(hello, config, shards[hello.rank], device, progress)
     weight_bytes = sum(_nbytes(weight) for weight in tensors.values())
     with torch.inference_mode():
         decoder = Decoder(config, shards, hello.rank, tensors, group, max_model_len=max_model_len)
@@ -63,6 +67,35 @@ def load(hello: Hello, group: Group, device: torch.device) -> LoadedShard:
     group.wait_for_all("loaded")
     blocks = block_budget(decoder, settings, hello.rank, max_model_len)
     return LoadedShard(decoder, max_model_len, weight_bytes, blocks)
+
+
+def _weights(
+    hello: Hello, config: ModelConfig, plan: ShardPlan, device: torch.device, progress: Progress
+) -> dict[str, LinearWeight]:
+    """From the weight cache where it has them, else from the checkpoint and then into the cache."""
+    settings, path = hello.config, Path(hello.config.model_path)
+    dtype = _DTYPES[settings.dtype]
+    if not settings.weight_cache:
+        return load_shard(
+            path, config, plan, dtype, device, quantize=settings.quantize, progress=progress
+        )
+    cache = WeightCache(Path(settings.weight_cache), settings.weight_cache_bytes)
+    key = CacheKey(
+        checkpoint=checkpoint_digest(path),
+        layout="kernel" if ops.uses_triton(torch.empty(0, device=device)) else "plain",
+        dtype=settings.dtype,
+        quantize=settings.quantize,
+        tp=settings.tp,
+        rank=hello.rank,
+    )
+    cached = cache.load(key, device)
+    if cached is not None:
+        return cached
+    weights = load_shard(
+        path, config, plan, dtype, device, quantize=settings.quantize, progress=progress
+    )
+    cache.store(key, weights)
+    return weights
 
 
 def make_runner(loaded: LoadedShard, config: GroupConfig, kv_blocks: int) -> Runner:
@@ -73,6 +106,5 @@ def make_runner(loaded: LoadedShard, config: GroupConfig, kv_blocks: int) -> Run
 
 
 def _nbytes(weight: LinearWeight) -> int:
-    parts: tuple[torch.Tensor | Int4Weight, ...]
-    parts = weight if isinstance(weight, tuple) else (weight,)
+    parts: tuple[Stored, ...] = weight if isinstance(weight, tuple) else (weight,)
     return sum(part.nbytes for part in parts)

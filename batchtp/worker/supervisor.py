@@ -35,7 +35,7 @@ from batchtp.errors import (
 from batchtp.settings import Settings
 from batchtp.worker.blocks import BlockPool
 from batchtp.worker.diagnosis import GroupFaultError
-from batchtp.worker.engine import Sink
+from batchtp.worker.engine import OnLoading, Sink, ignore_loading
 from batchtp.worker.group import RANK_COMMAND, Interrupted, RankGroup
 from batchtp.worker.intake import Limits, make_sequence
 from batchtp.worker.messages import GroupConfig, Plan, StepResult
@@ -66,6 +66,7 @@ class Supervisor:
         restarts: RestartPolicy | None = None,
     ) -> None:
         self._settings = settings
+        self._on_loading: OnLoading = ignore_loading
         self._command = tuple(rank_command)
         self._restarts = restarts or RestartPolicy(settings.max_restarts)
         self._jobs = Unfinished()
@@ -83,8 +84,9 @@ class Supervisor:
         self._limits = Limits(0, 0, 0)
         self._scheduler: Scheduler
 
-    def start(self) -> None:
+    def start(self, on_loading: OnLoading = ignore_loading) -> None:
         """See Engine."""
+        self._on_loading = on_loading
         self._model = ModelOnDisk.open(self._settings)
         self._config = group_config(self._settings, self._model)
         self._thread.start()
@@ -181,7 +183,11 @@ class Supervisor:
         """One generation, from its start to its fault or to the engine's stop."""
         self._generation += 1
         with RankGroup(
-            self._config, self._generation, self._command, self._stopping.is_set
+            self._config,
+            self._generation,
+            self._command,
+            self._stopping.is_set,
+            self._on_loading,
         ) as group:
             self._bring_up(group)
             deadline_secs = step_deadline_secs(self._settings, self._model.device)
@@ -214,6 +220,8 @@ class Supervisor:
             },
         )
         self._up.set()
+        # Who started the engine has stopped listening.
+        self._on_loading = ignore_loading
 
     def _open(self, pool: BlockPool, limits: Limits) -> None:
         """What the first generation settles for all: a cache of another size would break limits."""

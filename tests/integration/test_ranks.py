@@ -20,6 +20,7 @@ from rank_driver import (
     generate,
     group_config,
     part,
+    receive_answer,
 )
 
 from batchtp.worker.messages import Hello, Plan, RankFault, Ready, Shutdown, receive, send
@@ -177,7 +178,7 @@ def test_a_rank_dies_with_its_parent(tmp_path: Path) -> None:
             parent = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         with parent:
             send(ours, Hello(group_config(TINY), 0, 1, str(tmp_path / "meeting")))
-            assert isinstance(receive(ours), Ready)
+            assert isinstance(receive_answer(ours), Ready)
             parent.kill()
         with pytest.raises(EOFError):
             receive(ours)

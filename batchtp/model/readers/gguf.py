@@ -13,15 +13,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from batchtp.errors import CheckpointError
 from batchtp.kernels.weights import Int4Weight, ZeroKind
 from batchtp.model.config_records import ModelConfig
-from batchtp.model.gguf import BF16, F16, F32, Q4_0, Q4_1, Q8_0, BlockType, GgufTensor, open_gguf
+from batchtp.model.gguf import (
+    BF16,
+    F16,
+    F32,
+    Q4_0,
+    Q4_1,
+    Q8_0,
+    BlockType,
+    GgufTensor,
+    open_gguf,
+    read_blocks,
+)
 from batchtp.model.names import K, Q, check_names, gguf_module
+from batchtp.model.ranged import RangedFile
 from batchtp.model.readers.packed import LinearRun, covering, rows_from, unpack_rows
 from batchtp.model.readers.source import Weight
 
@@ -39,6 +50,7 @@ class GgufSource:
         """Raises CheckpointError for a file that is cut short or holds unknown tensors."""
         self._file = open_gguf(path)
         check_names(self._file.tensors, config, path, gguf=True)
+        self._opened = RangedFile(path)
         self._head_dim = config.head_dim
         self._interleaved = self._file.keys["general.architecture"] == "llama"
         self._dtype = dtype
@@ -66,7 +78,13 @@ class GgufSource:
         return self._in_order(run.module, self._dense(tensor, run.columns, run.rows))
 
     def close(self) -> None:
-        """See WeightSource. The mapping goes with the last tensor read from it."""
+        """See WeightSource."""
+        self._opened.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """See WeightSource."""
+        return self._opened.bytes_read
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
         tensor = self._file.tensors.get(_gguf_name(name))
@@ -81,11 +99,9 @@ class GgufSource:
 
     def _blocks(self, tensor: GgufTensor, rows: range, blocks: range) -> Tensor:
         """uint8 [rows, blocks, bytes of a block], on the device."""
-        raw = np.ascontiguousarray(self._file.blocks(tensor, rows, blocks))
-        # A copy: torch warns of memory that it may not write to.
-        copied = raw if raw.flags.writeable else raw.copy()
+        raw = read_blocks(self._opened, tensor, rows, blocks)
         shape = (len(rows), len(blocks), tensor.type.size)
-        return torch.from_numpy(copied).to(self._device).view(shape)
+        return torch.from_numpy(raw).to(self._device).view(shape)
 
     def _dense(self, tensor: GgufTensor, rows: range, columns: range) -> Tensor:
         """A run of any tensor, dequantised in float32: [rows, columns]."""

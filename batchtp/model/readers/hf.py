@@ -51,6 +51,11 @@ class HfSource:
         dense = self._files.floats(f"{run.module}.weight", (run.n, run.k), run.columns, run.rows)
         return dense.to(self._dtype)
 
+    @property
+    def bytes_read(self) -> int:
+        """See WeightSource."""
+        return self._files.bytes_read
+
     def close(self) -> None:
         """See WeightSource."""
         self._files.close()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchtp.errors import CheckpointError
+from batchtp.model.ranged import RangedFile, Span
 from batchtp.model.safetensors_index import TensorInfo, index_tensors
 
 FLOATS = ("F16", "BF16", "F32")
+_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 class TensorFiles:
@@ -27,12 +33,20 @@ class TensorFiles:
         self.directory = directory
         self.tensors: Mapping[str, TensorInfo] = index_tensors(directory)
         self._device = device
-        self._open: dict[Path, Any] = {}
+        # The device copies from pinned memory while the next tensor is read.
+        self._pin = device.type == "cuda"
+        self._open: dict[Path, RangedFile] = {}
 
     def close(self) -> None:
         """Let the files go."""
-        # safetensors unmaps a file when its handle goes.
+        for file in self._open.values():
+            file.close()
         self._open.clear()
+
+    @property
+    def bytes_read(self) -> int:
+        """What was read of the open files, headers apart."""
+        return sum(file.bytes_read for file in self._open.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -70,15 +84,31 @@ class TensorFiles:
             raise CheckpointError(
                 f"Tensor {name} in {info.file} is {info.dtype}; expected {' or '.join(dtypes)}."
             )
+        taken = [*ranges, *(range(size) for size in shape[len(ranges) :])]
         try:
-            stored = self._handle(info.file).get_slice(name)
-            taken = tuple(slice(run.start, run.stop) for run in ranges)
-            read: Tensor = stored[taken] if taken else stored[:]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"Cannot read tensor {name} of {info.file}: {error}") from error
-        return read.to(self._device)
+            read = self._run(info, taken)
+        except CheckpointError as error:
+            raise CheckpointError(f"Tensor {name}: {error}") from error
+        return read.to(self._device, non_blocking=True)
 
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file]
+    def _run(self, info: TensorInfo, taken: Sequence[range]) -> Tensor:
+        """A run of a vector or matrix, in host memory."""
+        dtype = _DTYPES[info.dtype]
+        read = torch.empty([len(run) for run in taken], dtype=dtype, pin_memory=self._pin)
+        if read.numel():
+            rows, columns = (range(1), *taken)[-2:]
+            stride = info.shape[-1] * dtype.itemsize
+            span = Span(
+                start=info.start + rows.start * stride,
+                rows=len(rows),
+                stride=stride,
+                skip=columns.start * dtype.itemsize,
+                width=len(columns) * dtype.itemsize,
+            )
+            self._file(info.file).read(span, read.view(-1).view(torch.uint8).numpy().data)
+        return read
+
+    def _file(self, path: Path) -> RangedFile:
+        if path not in self._open:
+            self._open[path] = RangedFile(path)
+        return self._open[path]

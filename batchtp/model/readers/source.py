@@ -30,5 +30,9 @@ class WeightSource(Protocol):
     def linear(self, run: LinearRun) -> Weight:
         """A run of a linear: an Int4Weight, or dense [columns, rows] in the load's dtype."""
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read of tensors so far."""
+
     def close(self) -> None:
         """Let the files go."""
