@@ -23,7 +23,16 @@ from rank_driver import (
     receive_answer,
 )
 
-from batchtp.worker.messages import Hello, Plan, RankFault, Ready, Shutdown, receive, send
+from batchtp.worker.messages import (
+    Hello,
+    Plan,
+    RankFault,
+    Ready,
+    Shutdown,
+    StartCache,
+    receive,
+    send,
+)
 
 OWN = [path for path in all_checkpoints() if path.parent == DATA]
 TINY = DATA / "awq-g32-zero-range"
@@ -222,3 +231,23 @@ def test_ranks_on_a_gpu_give_the_expected_ids(tp: int, dtype: str, tmp_path: Pat
             assert all(ready.kv_blocks > 100 for ready in group.ready)
             assert generate(group.step, prompts, 24) == greedy, checkpoint.name
             assert generate(group.step, prompts, 24, chunk=4) == greedy, checkpoint.name
+
+
+def test_a_second_load_is_a_copy_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    checkpoint = DATA / "ct-gptq-actgroup-g64"
+    prompts, greedy = greedy_case(checkpoint)
+    cache = tmp_path / "cache"
+    config = group_config(checkpoint, tp=2, weight_cache=str(cache), weight_cache_bytes=1 << 30)
+    with RankGroup(config, tmp_path) as group:
+        group.start()
+        assert generate(group.step, prompts, 24) == greedy
+    stored = {path.name: path.stat().st_ino for path in cache.glob("*/*")}
+    assert sorted(stored) == ["rank-0-of-2.shard", "rank-1-of-2.shard"]
+    with RankGroup(config, tmp_path) as group:
+        # From the checkpoint it would tell of its loading first.
+        assert all(isinstance(receive(sock), Ready) for sock in group.sockets)
+        for sock in group.sockets:
+            send(sock, StartCache(64))
+        assert generate(group.step, prompts, 24) == greedy
+    assert {path.name: path.stat().st_ino for path in cache.glob("*/*")} == stored
+

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from engine_rig import DEADLINE_SECS, MODEL, Answers, engine_settings, make_request
+from model_files import write_hf
+from safetensors.torch import load_file, save_file
 
 from batchtp.core import Completion, GenerationRequest, RequestKey
+from batchtp.errors import CheckpointError
 from batchtp.worker.supervisor import Supervisor
 
 EXPECTED = json.loads((MODEL / "expected.json").read_text())["prompts"]
@@ -87,3 +94,19 @@ def test_killed_ranks_change_no_token(make: Make, caplog: pytest.LogCaptureFixtu
 
 def _generated(engine: Supervisor, keys: list[RequestKey]) -> int:
     return sum(engine.progress(keys).values())
+
+
+def test_a_rank_that_alone_cannot_load_ends_the_start_for_all(tmp_path: Path) -> None:
+    # Only the second rank reads the weight that is not finite; the first loads, and waits for it.
+    model = tmp_path / "model"
+    write_hf(model, "")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, -1] = torch.inf
+    save_file(tensors, model / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, model / name)
+    settings = engine_settings(tmp_path / "home", model=str(model), tp=2, quantize="int4")
+    engine = Supervisor(replace(settings, max_model_len=128))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight holds a NaN"):
+        engine.start()
+    assert not [child for child in psutil.Process().children() if "rank" in child.cmdline()]
