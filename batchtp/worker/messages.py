@@ -72,6 +72,8 @@ class Ready:
     vocab_size: int
     weight_bytes: int
     load_secs: float
+    host_peak_bytes: int = 0  # what its host memory rose by while it loaded, at most
+    device_peak_bytes: int = 0  # most of the device's memory that it held while it loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class Rank:
             vocab_size=loaded.decoder.config.vocab_size,
             weight_bytes=loaded.weight_bytes,
             load_secs=load_secs,
+            host_peak_bytes=loaded.host_peak_bytes,
+            device_peak_bytes=loaded.device_peak_bytes,
         )
 
     def _receive(self, kind: type[_Message]) -> _Message:

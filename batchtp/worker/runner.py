@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,11 +45,17 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def logits(self, plan: Plan) -> Tensor | None:
-        """Logits after the last token of each sampling slice: float32 [R, vocabulary], rank 0."""
+    def logits(self, plan: Plan, everywhere: bool = False) -> Tensor | None:
+        """Logits after the last token of each sampling slice, or after every token: float32
+        [R, vocabulary] on rank 0, else None.
+        """
         if not plan.slices:
             return None
         step = step_input(plan.slices, self._block_size, self._decoder.device)
+        if everywhere:
+            step = replace(
+                step, sample_rows=torch.arange(len(step.tokens), device=step.tokens.device)
+            )
         return self._decoder.forward(step, self._cache)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ class LoadedShard:
     decoder: Decoder
     max_model_len: int
     weight_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
     kv_blocks: int
 
 
@@ -59,14 +62,16 @@ def load(
     max_model_len = settings.max_model_len or config.max_position_embeddings
     check_length(config, max_model_len)
     shards = [ShardPlan.make(config, settings.tp, rank) for rank in range(settings.tp)]
+    watermark = Watermark(device)
     tensors = _weights(hello, config, shards[hello.rank], device, progress)
     weight_bytes = sum(_nbytes(weight) for weight in tensors.values())
     with torch.inference_mode():
         decoder = Decoder(config, shards, hello.rank, tensors, group, max_model_len=max_model_len)
+    host_peak, device_peak = watermark.read()
     # Sizing the cache runs a step, which needs every rank; some load slower than others.
     group.wait_for_all("loaded")
     blocks = block_budget(decoder, settings, hello.rank, max_model_len)
-    return LoadedShard(decoder, max_model_len, weight_bytes, blocks)
+    return LoadedShard(decoder, max_model_len, weight_bytes, host_peak, device_peak, blocks)
 
 
 def _weights(
@@ -96,6 +101,30 @@ def _weights(
     )
     cache.store(key, weights)
     return weights
+
+
+class Watermark:
+    """How high this process's memory rises from now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Resets the kernel's high-water mark; without the right to, the mark is the process's own.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self._host_before = _resident("VmRSS")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def read(self) -> tuple[int, int]:
+        """Bytes that the host's memory rose by at most, and the most held on the device."""
+        cuda = self._device.type == "cuda"
+        device = torch.cuda.max_memory_allocated(self._device) if cuda else 0
+        return _resident("VmHWM") - self._host_before, device
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def make_runner(loaded: LoadedShard, config: GroupConfig, kv_blocks: int) -> Runner:

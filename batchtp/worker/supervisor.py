@@ -217,6 +217,10 @@ class Supervisor:
                 "tp": self._settings.tp,
                 "kv_blocks": blocks,
                 "secs": round(time.monotonic() - started, 3),
+                "load_secs": round(ready.load_secs, 3),
+                "weight_gib": round(ready.weight_bytes / 2**30, 3),
+                "host_peak_gib": round(ready.host_peak_bytes / 2**30, 3),
+                "device_peak_gib": round(ready.device_peak_bytes / 2**30, 3),
             },
         )
         self._up.set()

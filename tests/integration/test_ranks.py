@@ -250,4 +250,3 @@ def test_a_second_load_is_a_copy_and_gives_the_same_tokens(tmp_path: Path) -> No
             send(sock, StartCache(64))
         assert generate(group.step, prompts, 24) == greedy
     assert {path.name: path.stat().st_ino for path in cache.glob("*/*")} == stored
-

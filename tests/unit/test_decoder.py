@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from rank_driver import DATA, all_checkpoints, generate, part
-from thread_group import ThreadedRunners
 
+from batchtp.testing.thread_group import ThreadedRunners
 from batchtp.worker.messages import Plan
 
 ATOL = 1e-4

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from rank_driver import part
-from thread_group import ThreadedRunners
+
+from batchtp.testing.thread_group import ThreadedRunners
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 96,

@@ -1,4 +1,4 @@
-"""A TP group whose ranks are threads of the test: the same decoder, no processes."""
+"""A TP group whose ranks are threads of one process: the real decoder and shards, no transport."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from rank_driver import BLOCK_SIZE
 from torch import Tensor
 
 from batchtp.model.config import load_config
 from batchtp.model.decoder import Decoder
 from batchtp.model.loader import load_shard
 from batchtp.model.sharding import ShardPlan
-from batchtp.worker.cache import make_cache
+from batchtp.worker.cache import make_cache, usable_cores
 from batchtp.worker.messages import Plan, Slice
 from batchtp.worker.runner import Runner
 
 T = TypeVar("T")
-WAIT_SECS = 60
+# Far above what the slowest layer of a test takes.
+WAIT_SECS = 600
 
 
 class Meeting:
     """Where the threads of a group exchange their tensors."""
 
     def __init__(self, size: int) -> None:
+        """`size` threads take part in every exchange."""
         self.size = size
         self._barrier = threading.Barrier(size, timeout=WAIT_SECS)
         self._offered: list[Tensor | None] = [None] * size
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Every rank's x, by rank."""
         self._offered[rank] = x
         self._barrier.wait()
         parts = [part for part in self._offered if part is not None]
@@ -40,6 +42,7 @@ class Meeting:
         return parts
 
     def abort(self) -> None:
+        """Let nobody wait for a thread that failed."""
         self._barrier.abort()
 
 
@@ -52,6 +55,7 @@ class ThreadRank:
         self._rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """See worker.comm.Group."""
         parts = self._meeting.exchange(self._rank, x)
         total = parts[0].float()
         for part in parts[1:]:
@@ -59,13 +63,14 @@ class ThreadRank:
         return total.to(x.dtype)
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """See worker.comm.Group."""
         parts = self._meeting.exchange(self._rank, x)
         assert [part.shape[1] for part in parts] == list(widths)
         return None if self._rank else torch.cat(parts, dim=1)
 
 
 class ThreadedRunners:
-    """A loaded model at a TP degree, to be stepped as one."""
+    """A loaded model at a TP degree, to be stepped as one. Its caches start as NaN."""
 
     def __init__(
         self,
@@ -75,17 +80,18 @@ class ThreadedRunners:
         blocks: int = 64,
         dtype: torch.dtype = torch.float32,
         max_model_len: int = 256,
-        block_size: int = BLOCK_SIZE,
+        device: str = "cpu",
+        block_size: int = 16,
     ) -> None:
         # The ranks are threads already; more of them would only get in each other's way.
-        torch.set_num_threads(1)
+        torch.set_num_threads(max(1, usable_cores() // tp))
         config = load_config(model)
         shards = [ShardPlan.make(config, tp, rank) for rank in range(tp)]
         self._meeting = Meeting(tp)
         self.decoders: list[Decoder] = []
         self.runners: list[Runner] = []
         for rank in range(tp):
-            tensors = load_shard(model, config, shards[rank], dtype, torch.device("cpu"))
+            tensors = load_shard(model, config, shards[rank], dtype, torch.device(device))
             decoder = Decoder(
                 config,
                 shards,
@@ -103,13 +109,15 @@ class ThreadedRunners:
             self.runners.append(Runner(decoder, cache, block_size))
 
     def step(self, slices: tuple[Slice, ...]) -> dict[int, int]:
+        """Run a plan; the tokens that rank 0 drew."""
         drawn = self._on_all(lambda runner: runner.step(Plan(1, 1, slices)))
         assert not drawn[0].bad
         assert all(not other.tokens for other in drawn[1:])
         return dict(drawn[0].tokens)
 
-    def logits(self, slices: tuple[Slice, ...]) -> Tensor:
-        logits = self._on_all(lambda runner: runner.logits(Plan(1, 1, slices)))
+    def logits(self, slices: tuple[Slice, ...], *, everywhere: bool = False) -> Tensor:
+        """Logits of the slices' last tokens, or of every token: float32 [R, vocabulary]."""
+        logits = self._on_all(lambda runner: runner.logits(Plan(1, 1, slices), everywhere))
         assert logits[0] is not None
         assert all(other is None for other in logits[1:])
         return logits[0]
