@@ -7,13 +7,16 @@ them, and a file that shrinks under a mapping kills the process where a read giv
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchtp.errors import CheckpointError
 
-# One call to the kernel moves at most 2 GiB less a page.
-_MOST_BYTES = 1 << 30
+# One thread copies about 3 GB/s out of the page cache; a device takes 55 GB/s.
+THREADS = 8
+# Below this a run is read before threads are at work.
+_PARALLEL_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class RangedFile:
         """Raises CheckpointError when it cannot be opened."""
         self.path = path
         self.bytes_read = 0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="read")
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -48,6 +52,7 @@ class RangedFile:
 
     def close(self) -> None:
         """Let the file go. Idempotent."""
+        self._threads.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -61,19 +66,31 @@ class RangedFile:
 
         Raises CheckpointError when the file ends before the run or the device fails.
         """
-        if span.width == span.stride or span.rows == 1:
-            self._fill(into, span.start + span.skip)
-            return
+        self.bytes_read += span.nbytes
         at = span.start + span.skip
+        if span.width == span.stride or span.rows == 1:
+            self._fill_by_threads(into, at)
+            return
         for first in range(0, span.nbytes, span.width or 1):
             self._fill(into[first : first + span.width], at)
             at += span.stride
+
+    def _fill_by_threads(self, into: memoryview, at: int) -> None:
+        step = max(-(-len(into) // THREADS), _PARALLEL_BYTES // 2)
+        starts = range(0, len(into), step)
+        if len(into) <= _PARALLEL_BYTES:
+            self._fill(into, at)
+            return
+        for _ in self._threads.map(
+            lambda first: self._fill(into[first : first + step], at + first), starts
+        ):
+            pass
 
     def _fill(self, into: memoryview, at: int) -> None:
         done = 0
         while done < len(into):
             try:
-                got = os.preadv(self._fd, [into[done : done + _MOST_BYTES]], at + done)
+                got = os.preadv(self._fd, [into[done:]], at + done)
             except OSError as error:
                 raise CheckpointError(f"Cannot read {self.path} at byte {at}: {error}") from error
             if not got:
@@ -82,4 +99,3 @@ class RangedFile:
                     "Download it again."
                 )
             done += got
-        self.bytes_read += done

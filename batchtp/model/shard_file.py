@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from queue import SimpleQueue
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch import Tensor
 from batchtp.errors import CheckpointError
 from batchtp.kernels.checksum import checksums
 from batchtp.kernels.flat import Flat, Stored, flatten, rebuild
-from batchtp.model.ranged import RangedFile, Span
+from batchtp.model.ranged import THREADS, RangedFile, Span
 
 Weights: TypeAlias = Mapping[str, Stored | tuple[Stored, ...]]
 
@@ -34,7 +36,7 @@ _MAGIC = b"btpshrd1"
 _ALIGNMENT = 256
 _PAGE = 4096
 # Staging for a device: large enough for full speed, small beside any shard.
-_STAGED_BYTES = 64 << 20
+_STAGED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,16 @@ class _Place:
 def write_shard(path: Path, weights: Weights) -> int:
     """Write a file that read_shard gives the weights of; its bytes. Raises OSError."""
     header, places, size = _plan(weights)
-    with path.open("wb") as file:
-        head = json.dumps(header).encode()
-        file.write(_MAGIC + len(head).to_bytes(8, "little") + head)
-        start = _aligned(file.tell(), _PAGE)
-        for place in places:
-            file.seek(start + place.offset)
-            _write_tensor(file, place.tensor)
+    head = json.dumps(header).encode()
+    head = _MAGIC + len(head).to_bytes(8, "little") + head
+    start = _aligned(len(head), _PAGE)
+    with path.open("wb") as file, ThreadPoolExecutor(THREADS) as threads:
+        file.write(head)
+        file.flush()
         file.truncate(start + size)
+        # Copies from the device and writes of several pieces overlap.
+        for _ in threads.map(lambda place: _write(file.fileno(), start, place), _pieces(places)):
+            pass
     return start + size
 
 
@@ -99,10 +103,19 @@ def _parts(weight: Stored | tuple[Stored, ...]) -> tuple[Stored, ...]:
     return weight if isinstance(weight, tuple) else (weight,)
 
 
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    octets = tensor.contiguous().view(-1).view(torch.uint8)
-    for piece in torch.split(octets, _STAGED_BYTES):
-        file.write(piece.cpu().numpy().data)
+def _pieces(places: Iterable[_Place]) -> Iterator[_Place]:
+    """Cut into pieces that fit the staging."""
+    for place in places:
+        octets = place.tensor.contiguous().view(-1).view(torch.uint8)
+        for at in range(0, octets.numel(), _STAGED_BYTES):
+            yield _Place(octets[at : at + _STAGED_BYTES], place.offset + at)
+
+
+def _write(descriptor: int, start: int, piece: _Place) -> None:
+    data = piece.tensor.cpu().numpy().data
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], start + piece.offset + done)
 
 
 def _header(file: RangedFile) -> tuple[dict[str, Any], int]:
@@ -128,12 +141,23 @@ def _fill(arena: Tensor, file: RangedFile, start: int) -> None:
     if arena.device.type == "cpu":
         file.read(_span(start, arena.numel()), arena.numpy().data)
         return
-    at = 0
-    for piece in torch.split(arena, _STAGED_BYTES):
-        staged = torch.empty(piece.numel(), dtype=torch.uint8, pin_memory=True)
-        file.read(_span(start + at, piece.numel()), staged.numpy().data)
-        piece.copy_(staged, non_blocking=True)
-        at += piece.numel()
+    free: SimpleQueue[Tensor] = SimpleQueue()
+    for _ in range(THREADS):
+        free.put(torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True))
+
+    def copy(at: int) -> None:
+        piece = arena[at : at + _STAGED_BYTES]
+        staged = free.get()
+        try:
+            host = staged[: piece.numel()]
+            file.read(_span(start + at, piece.numel()), host.numpy().data)
+            piece.copy_(host)
+        finally:
+            free.put(staged)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in threads.map(copy, range(0, arena.numel(), _STAGED_BYTES)):
+            pass
 
 
 def _span(start: int, size: int) -> Span:
