@@ -155,15 +155,18 @@ def write_hf(
     directory: Path,
     method: str = "",
     config: Mapping[str, Any] | None = None,
+    features: int = 72,
     **linear: Any,
 ) -> dict[str, Tensor]:
-    """A checkpoint of CONFIG's shape; gives every weight, dense: linears [n, k]."""
+    """A checkpoint of CONFIG's shape, but for the MLP's features; gives every weight, dense:
+    linears [n, k].
+    """
     noise = torch.Generator().manual_seed(1)
     dense: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
     for name, shape in plain_tensors().items():
         dense[name] = stored[name] = torch.randn(shape, generator=noise)
-    for i, (part, (n, k)) in enumerate(LINEARS.items()):
+    for i, (part, (n, k)) in enumerate(linears(features).items()):
         module = f"model.layers.0.{part}"
         if method:
             # q, k and v see the same inputs, and so do gate and up: one act-order for them all.
@@ -180,8 +183,14 @@ def write_hf(
             weight = torch.randn((n, k), generator=noise)
             dense[f"{module}.weight"] = stored[f"{module}.weight"] = weight
     write_tensors(directory, stored)
-    write_config(directory, method, linear, config or {})
+    write_config(directory, method, linear, {"intermediate_size": features, **(config or {})})
     return dense
+
+
+def linears(features: int = 72) -> dict[str, tuple[int, int]]:
+    """LINEARS with another number of features in the MLP."""
+    swap = {72: features}
+    return {name: (swap.get(n, n), swap.get(k, k)) for name, (n, k) in LINEARS.items()}
 
 
 def plain_tensors() -> dict[str, tuple[int, ...]]:
