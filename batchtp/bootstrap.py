@@ -27,6 +27,8 @@ TORCH_CPU = "torch==2.13.0"
 TORCH_GPU = "torch>=2.11"
 OLDEST_PYTHON = (3, 11)
 
+# As many as the least machine has cores: each has a Postgres and a Valkey of its own.
+TEST_PROCESSES = 2
 CHECKS = (
     ("ruff check", ["-m", "ruff", "check", "."]),
     ("ruff format", ["-m", "ruff", "format", "--check", "."]),
@@ -192,7 +194,9 @@ def step(title: str, command: list[str], log: Path) -> None:
 
 def run_checks(python: Path, pytest_arguments: list[str]) -> int:
     """Every check, also after one failed; the exit code."""
-    checks = [*CHECKS, ("pytest", ["-m", "pytest", *pytest_arguments])]
+    # A file's tests stay together: what they share is made once.
+    parallel = ["-n", str(TEST_PROCESSES), "--dist", "loadfile"]
+    checks = [*CHECKS, ("pytest", ["-m", "pytest", *parallel, *pytest_arguments])]
     failed = []
     for name, command in checks:
         say(f"== {name}")
