@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -53,12 +53,19 @@ def write_shard(path: Path, weights: Weights) -> int:
     head = json.dumps(header).encode()
     head = _MAGIC + len(head).to_bytes(8, "little") + head
     start = _aligned(len(head), _PAGE)
+    staging = _Staging(places[0].tensor.device if places else torch.device("cpu"))
+
+    def write(piece: _Place) -> None:
+        with staging.borrow(piece.tensor.numel()) as host:
+            host.copy_(piece.tensor)
+            _write(file.fileno(), start + piece.offset, host.numpy().data)
+
     with path.open("wb") as file, ThreadPoolExecutor(THREADS) as threads:
         file.write(head)
         file.flush()
         file.truncate(start + size)
         # Copies from the device and writes of several pieces overlap.
-        for _ in threads.map(lambda place: _write(file.fileno(), start, place), _pieces(places)):
+        for _ in threads.map(write, _pieces(places)):
             pass
     return start + size
 
@@ -111,11 +118,31 @@ def _pieces(places: Iterable[_Place]) -> Iterator[_Place]:
             yield _Place(octets[at : at + _STAGED_BYTES], place.offset + at)
 
 
-def _write(descriptor: int, start: int, piece: _Place) -> None:
-    data = piece.tensor.cpu().numpy().data
+def _write(descriptor: int, at: int, data: memoryview) -> None:
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done:], start + piece.offset + done)
+        done += os.pwrite(descriptor, data[done:], at + done)
+
+
+class _Staging:
+    """A buffer for each thread: in pinned memory, which a device copies to and from at full speed,
+    and used again, because fresh pages cost more than the copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(THREADS):
+            pin = device.type == "cuda"
+            self._free.put(torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=pin))
+
+    @contextmanager
+    def borrow(self, size: int) -> Iterator[Tensor]:
+        """`size` bytes of a buffer that nobody else has."""
+        buffer = self._free.get()
+        try:
+            yield buffer[:size]
+        finally:
+            self._free.put(buffer)
 
 
 def _header(file: RangedFile) -> tuple[dict[str, Any], int]:
@@ -141,19 +168,13 @@ def _fill(arena: Tensor, file: RangedFile, start: int) -> None:
     if arena.device.type == "cpu":
         file.read(_span(start, arena.numel()), arena.numpy().data)
         return
-    free: SimpleQueue[Tensor] = SimpleQueue()
-    for _ in range(THREADS):
-        free.put(torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True))
+    staging = _Staging(arena.device)
 
     def copy(at: int) -> None:
         piece = arena[at : at + _STAGED_BYTES]
-        staged = free.get()
-        try:
-            host = staged[: piece.numel()]
+        with staging.borrow(piece.numel()) as host:
             file.read(_span(start + at, piece.numel()), host.numpy().data)
             piece.copy_(host)
-        finally:
-            free.put(staged)
 
     with ThreadPoolExecutor(THREADS) as threads:
         for _ in threads.map(copy, range(0, arena.numel(), _STAGED_BYTES)):
