@@ -35,6 +35,14 @@ Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="auto, float32, float16 or bfloat16.", show_default=False),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="none, or int4: round an unquantised checkpoint at load.",
+        show_default=False,
+    ),
+]
 
 
 def served_name(settings: Settings, model: str | None) -> str:

@@ -70,6 +70,7 @@ def run(
     tp: options.Tp = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse the file if any line is bad.")
     ] = False,
@@ -84,7 +85,7 @@ def run(
     Exit code 3: done, but some requests failed (see the error file).
     """
     settings = options.settings_for(
-        debug, home=home, model=model, tp=tp, device=device, dtype=dtype
+        debug, home=home, model=model, tp=tp, device=device, dtype=dtype, quantize=quantize
     )
     stem = file.name.removesuffix(".gz").removesuffix(".jsonl") or "batch"
     job = Job(

@@ -24,6 +24,7 @@ def worker(
     tp: options.Tp = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
     served_name: Annotated[
         str | None,
         typer.Option("--served-name", help="Name clients use for it.", show_default=False),
@@ -46,6 +47,7 @@ def worker(
         tp=tp,
         device=device,
         dtype=dtype,
+        quantize=quantize,
         served_name=served_name,
         log_format="json" if as_json else None,
     )

@@ -7,44 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchtp.model.config import ModelConfig, load_config
-from batchtp.model.gguf import open_gguf
-from batchtp.model.names import (
-    DOWN,
-    EMBEDDING,
-    GATE,
-    LM_HEAD,
-    UP,
-    K,
-    O,
-    Q,
-    V,
-    check_names,
-    layer_part,
-)
+from batchtp.model.config import ModelConfig
+from batchtp.model.memory import DEGREES, GIB, Load, RankMemory, memory
 from batchtp.model.quantization import QuantConfig
-from batchtp.model.safetensors_index import index_tensors
+from batchtp.model.shard_table import TensorShare, shard_table
 from batchtp.model.sharding import ShardPlan
+from batchtp.model.stored import StoredModel, open_stored
 
-DEGREES = range(1, 9)
-_GIB = 1 << 30
-# Under act-order an input may be in any group, so a rank keeps these whole.
-_GROUP_TENSORS = frozenset({"scales", "qzeros", "weight_scale", "weight_zero_point"})
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What each rank of a group of `tp` owns, rank 0 first. KV heads may be on several ranks.
-
-    `nbytes`: of the checkpoint's tensors, a group that two ranks share counted by its rows.
-    """
+    """What each rank of a group of `tp` owns, rank 0 first. KV heads may be on several ranks."""
 
     tp: int
     query_heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
     mlp_features: tuple[int, ...]
     vocabulary: tuple[int, ...]
-    nbytes: tuple[int, ...]
+    memory: tuple[RankMemory, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +35,39 @@ class Inspection:
 
     facts: Mapping[str, object]
     shares: tuple[Shares, ...]
+    load: Load
+    model: StoredModel
+
+    def table(self, tp: int) -> tuple[tuple[TensorShare, ...], ...]:
+        """Every rank's tensors at a TP degree."""
+        plans = (ShardPlan.make(self.model.config, tp, rank) for rank in range(tp))
+        return tuple(
+            shard_table(self.model, plan, dtype_bytes=self.load.dtype_bytes) for plan in plans
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor: its type's name, its size, its linear without the layer, and whether a rank of a
-    row-parallel linear keeps it whole.
+def inspect_model(
+    path: Path,
+    *,
+    sequences: int = 1,
+    context: int = 0,
+    dtype: str = "auto",
+    quantize: str = "none",
+) -> Inspection:
+    """What a checkpoint is, and what serving so many sequences of so many tokens takes (`context`
+    0: as many as the model can). `dtype` auto: the checkpoint's own.
+
+    Raises ModelError as loading would.
     """
-
-    kind: str
-    nbytes: int
-    part: str
-    whole: bool = False
-
-
-def inspect_model(path: Path) -> Inspection:
-    """What a checkpoint is. Raises ModelError as loading would."""
-    config = load_config(path)
-    tensors = _gguf_tensors(path, config) if path.is_file() else _hf_tensors(path, config)
-    total = sum(tensor.nbytes for tensor in tensors)
-    kinds = Counter(tensor.kind for tensor in tensors)
+    model = open_stored(path, quantize=quantize)
+    config = model.config
+    load = Load(
+        sequences=sequences,
+        context=context or config.max_position_embeddings,
+        dtype_bytes=_DTYPE_BYTES[config.torch_dtype if dtype == "auto" else dtype],
+    )
+    total = sum(size for _, size in model.tensors.values())
+    kinds = Counter(kind for kind, _ in model.tensors.values())
     facts = {
         "path": str(path),
         "architecture": config.architecture,
@@ -88,34 +83,10 @@ def inspect_model(path: Path) -> Inspection:
         "dtype": config.torch_dtype,
         "end_tokens": ", ".join(map(str, sorted(config.eos_token_ids))) or "none",
         "tensors": ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
-        "weights_gib": round(total / _GIB, 3),
+        "weights_gib": round(total / GIB, 3),
         "tp_degrees": _degrees(config),
     }
-    return Inspection(facts, tuple(_shares(config, tensors, tp) for tp in DEGREES))
-
-
-def _hf_tensors(path: Path, config: ModelConfig) -> list[_Stored]:
-    tensors = index_tensors(path)
-    check_names(tensors, config, path, gguf=False)
-    found = []
-    for name, info in tensors.items():
-        module, _, last = name.rpartition(".")
-        act_order = (
-            last in _GROUP_TENSORS
-            and config.quantization is not None
-            and config.quantization.scheme(module).desc_act
-        )
-        found.append(_Stored(info.dtype, info.nbytes, layer_part(module), act_order))
-    return found
-
-
-def _gguf_tensors(path: Path, config: ModelConfig) -> list[_Stored]:
-    file = open_gguf(path)
-    check_names(file.tensors, config, path, gguf=True)
-    return [
-        _Stored(tensor.type.name, tensor.nbytes, layer_part(name.rpartition(".")[0]))
-        for name, tensor in file.tensors.items()
-    ]
+    return Inspection(facts, tuple(_shares(model, tp, load) for tp in DEGREES), load, model)
 
 
 def _format(quantization: QuantConfig | None) -> str:
@@ -148,30 +119,13 @@ def _is_even(config: ModelConfig, tp: int) -> bool:
     return len(shares) == 1 and bool(plans[0].q_heads)
 
 
-def _shares(config: ModelConfig, tensors: list[_Stored], tp: int) -> Shares:
-    plans = [ShardPlan.make(config, tp, rank) for rank in range(tp)]
+def _shares(model: StoredModel, tp: int, load: Load) -> Shares:
+    plans = [ShardPlan.make(model.config, tp, rank) for rank in range(tp)]
     return Shares(
         tp=tp,
         query_heads=tuple(len(plan.q_heads) for plan in plans),
         kv_heads=tuple(len(plan.kv_heads) for plan in plans),
         mlp_features=tuple(len(plan.intermediate) for plan in plans),
         vocabulary=tuple(len(plan.vocab) for plan in plans),
-        nbytes=tuple(_owned_bytes(config, tensors, plan) for plan in plans),
+        memory=memory(model, tp, load),
     )
-
-
-def _owned_bytes(config: ModelConfig, tensors: list[_Stored], plan: ShardPlan) -> int:
-    vocab = (len(plan.vocab), config.vocab_size)
-    queries = (len(plan.q_heads), config.num_heads)
-    keys = (len(plan.kv_heads), config.num_kv_heads)
-    features = (len(plan.intermediate), config.intermediate_size)
-    owned = {EMBEDDING: vocab, LM_HEAD: (0, 1) if config.tie_word_embeddings else vocab}
-    owned |= {Q: queries, K: keys, V: keys, O: queries}
-    owned |= {GATE: features, UP: features, DOWN: features}
-    total = 0
-    for tensor in tensors:
-        count, of = owned.get(tensor.part, (1, 1))
-        if tensor.whole and tensor.part in (O, DOWN) and count:
-            count = of
-        total += tensor.nbytes * count // of
-    return total
