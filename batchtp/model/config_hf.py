@@ -113,6 +113,11 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     """From rope_scaling and rope_theta, or transformers 5's rope_parameters, which has both."""
     given: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise UnsupportedModelError(
+            f"config.json: rope parameters of several layer types ({', '.join(given)}) are not "
+            "supported; one set for all layers is."
+        )
     theta = float(given.get("rope_theta") or raw.get("rope_theta") or _DEFAULT_THETA)
     partial = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if float(partial) != 1.0:

@@ -6,12 +6,15 @@ are, and it is checked against the stored shapes.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from batchtp.errors import CheckpointError, UnsupportedModelError
+
+log = logging.getLogger(__name__)
 
 AWQ, GPTQ, COMPRESSED_TENSORS, GGUF = "awq", "gptq", "compressed-tensors", "gguf"
 _BITS = (4, 8)
@@ -169,6 +172,10 @@ def _dynamic_rule(key: str, value: Mapping[str, Any], own: ModuleScheme) -> Modu
 
 def _compressed_tensors(raw: Mapping[str, Any], where: str) -> QuantConfig:
     _refuse_compressed_extras(raw, where)
+    if raw.get("kv_cache_scheme"):
+        log.warning(
+            "%s: the KV cache is kept in the model's dtype, not in kv_cache_scheme's", where
+        )
     groups = list(raw["config_groups"].values())
     if not groups:
         raise ValueError("no config_groups")

@@ -144,6 +144,10 @@ def test_eos_ids_of_every_file(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            r"several layer types \(full_attention\)",
+        ),
         ({"torch_dtype": "float8"}, "dtype 'float8'"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "remote code"),
         ({"head_dim": 3}, "head_dim 3"),
@@ -225,6 +229,13 @@ def test_gptq_rules_override_by_name() -> None:
     assert config.scheme("lm_head") == ModuleScheme(8, 32, True)
     assert config.scheme("model.layers.0.self_attn.v_proj") == ModuleScheme(4, 0, True)
     assert config.scheme("model.layers.0.self_attn.q_proj") == ModuleScheme(4, 128, True)
+
+
+def test_a_kv_cache_scheme_is_not_followed_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse_quantization(compressed() | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "here")
+    assert "here: the KV cache is kept in the model's dtype" in caplog.text
 
 
 def test_compressed_tensors_groups_apply_by_target() -> None:
