@@ -6,6 +6,7 @@ Arguments: rank, TP degree, the group's FileStore, where rank 0 writes, and a fi
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,5 @@ def main(rank: int, tp: int, store: str, output: Path, names: Path) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))
+    # As ranks do: the transport's threads may still run, and the interpreter's end aborts on them.
+    os._exit(0)
